@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from turnwise.arena import Judge, Rubric
+from turnwise.arena import Arena, Judge, Rubric
 from turnwise.arena.rewards.judge import AnswerCache
-from turnwise.types import EpisodeRequest, ModelError, ModelResponse
+from turnwise.inference import Reply, ScriptedClient
+from turnwise.types import Actor, EpisodeRequest, ModelError, ModelResponse
 
 from .helpers import Guess
 
@@ -157,3 +158,35 @@ def test_options_are_checked_at_once_and_answers_are_greedy_by_default():
         Judge(temprature=0.0)
     with pytest.raises(ValueError, match="cache_size=-1"):
         Judge(cache_size=-1)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "score"),
+    [
+        ("Score: 10", "stop", 10.0),
+        ("Score: 1", "length", None),
+        ("<think>Score: 3</think>Score: 8", "stop", 8.0),
+        ("<think>Score: 3", "length", None),
+        ("<think>Score: 3", "stop", None),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+async def test_only_a_whole_answer_is_a_verdict(said, reason, score, own):
+    """Also with a reader of one's own, and with an answer that is known."""
+    judge = Judge(read=lambda text: float(text.rpartition(" ")[2])) if own else Judge(low=0, high=10)
+
+    async def clarity(completion, arena):
+        return await judge.score(f"Rate {completion}", arena)
+
+    client = ScriptedClient(lambda request: Reply(said, finish_reason=reason) if "Rate" in asked(request) else "hi")
+    arena = Arena(client, client.tokenizer, failure_threshold=1.0)
+    arena.add_actor(Actor("solver"))
+    arena.add_episode(Judged(clarity))
+    for _ in range(2):
+        [result] = await arena.generate_rollouts([EpisodeRequest("guess", 1)])
+        assert result.rollout.rewards == ({} if score is None else {"solver": score})
+        assert score is not None or "expected a whole verdict. Raise max_tokens" in result.rollout.error
+
+
+def asked(request):
+    return request.messages[-1]["content"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from dataclasses import replace
 
 import pytest
 
 from turnwise.arena import (
+    Episode,
     EpisodeCheckpoints,
     LeakError,
     MultiTurnEpisode,
@@ -51,7 +53,7 @@ class Secrets(MultiTurnEpisode):
         return f"Round {state.turn}.\n" + private(self.secret(state, state.current_actor), to=state.current_actor)
 
     def public(self, text):
-        return text.rpartition("</think>")[2].strip()
+        return text.rpartition("</plan>")[2].strip()
 
     def env_response(self, state, arena, artifact):
         state.data["said"] += 1
@@ -64,7 +66,7 @@ class Secrets(MultiTurnEpisode):
 def thoughts(prompt, request):
     rng = random.Random(request.sampling.seed)
     words = " ".join(rng.choice(["high", "low", "bluff", "wait", "trust"]) for _ in range(6))
-    return f"<think>{words} {rng.random()}</think> {rng.choice(['yes', 'no'])}"
+    return f"<plan>{words} {rng.random()}</plan> {rng.choice(['yes', 'no'])}"
 
 
 def play(make_arena, episode, actors=NAMES, reply=thoughts, copies=2, **options):
@@ -119,7 +121,7 @@ class Untagged(Overheard):
     """What was thought is shown to the others, without the tags that stood around it."""
 
     def shown(self, text):
-        return f"They think: {text.partition('<think>')[2].partition('</think>')[0]}!"
+        return f"They think: {text.partition('<plan>')[2].partition('</plan>')[0]}!"
 
 
 class InParts(Secrets):
@@ -257,7 +259,7 @@ FOUND = [
     ),
     *(
         (Brief(rounds=1), says(f"{thought} yes"), f"actor 'bob' holds what is private to 'ann': '{thought}'")
-        for thought in ("<think>fold</think>", "<think>the king, maybe</think>", "<plan a=1>k</plan>")
+        for thought in ("<plan>fold</plan>", "<plan>the king, maybe</plan>", "<plan a=1>k</plan>")
     ),
     (Repeated(("ann", "bob", "cat"), rounds=1), thoughts, "actor 'cat' holds what is private to 'ann', 'bob'"),
     (Thief(rounds=1), thoughts, r"step 1 of rollout 'e0'.*: the completion of actor 'ann' was not sampled for it"),
@@ -403,7 +405,7 @@ def formal():
     """The opening prompt shows a format, and the environment says a few ordinary words."""
     return game(
         rounds=1,
-        get_prompt=lambda self, artifact: "Answer as <think>your thoughts</think> yes.",
+        get_prompt=lambda self, artifact: "Answer as <plan>your thoughts</plan> yes.",
         public=lambda self, text: "yes",
         env_response=lambda self, *_: "You may fold, or fold fold. <b></b> The king: yes.",
     )
@@ -423,7 +425,7 @@ FINE = {
     "a judge sees everything": (game(rubric=Rubric([judged])), thoughts),
     **{
         f"short: {text}": (formal(), says(text))
-        for text in ("<think>your thoughts</think> yes", "fold fold yes", "<b></b> yes", "the king: yes")
+        for text in ("<plan>your thoughts</plan> yes", "fold fold yes", "<b></b> yes", "the king: yes")
     },
     **{
         f"marked: {hands}": (each_hears(*hands, mark=private), thoughts)
@@ -442,6 +444,31 @@ FINE = {
 def test_what_is_no_leak(make_arena, name):
     episode, reply = FINE[name]
     play(make_arena, episode, reply=reply)
+
+
+@pytest.mark.parametrize(
+    ("thought", "leaks"),
+    [
+        ("I hold the king of hearts", True),
+        ("I fold", False),  # too short to be told from chance
+        ("Everybody holds a number.", False),  # a quotation of the prompt
+        ("I will say aloud: yes and no and yes", False),  # it did
+    ],
+)
+def test_a_thought_that_an_episode_passes_on_is_a_leak(make_arena, thought, leaks):
+    class Gossip(Episode):
+        episode_type = "gossip"
+        rubric = Rubric([lambda rollout: 1.0])
+
+        async def rollout(self, arena, artifact, state=None):
+            first = await self.call_model("ann", "Everybody holds a number.", arena)
+            await self.call_model("bob", f"Ann thought: {first.parsed.thought}", arena)
+            return state
+
+    said = f"<think>{thought}</think>I will say aloud: yes and no and yes"
+    arena = make_arena(lambda prompt, request: said, check_private=True, episodes=[Gossip()], actors=["ann", "bob"])
+    with pytest.raises(LeakError, match="private to 'ann'") if leaks else contextlib.nullcontext():
+        asyncio.run(arena.generate_rollouts([EpisodeRequest("gossip", None)]))
 
 
 def test_what_the_owner_says_aloud_is_no_leak(make_arena):
@@ -465,7 +492,7 @@ def test_each_reader_may_hear_something_else(make_arena):
     _, [result] = play(make_arena, Whisper(("ann", "bob", "cat"), rounds=1), copies=1)
     ann, bob, cat = result.rollout.steps
     assert ann.completion in str(bob.prompt) and "ann" not in str(cat.prompt)
-    assert f"bob: {bob.completion.rpartition(' ')[2]}" in str(cat.prompt) and "<think>" not in str(cat.prompt)
+    assert f"bob: {bob.completion.rpartition(' ')[2]}" in str(cat.prompt) and "<plan>" not in str(cat.prompt)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

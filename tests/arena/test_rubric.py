@@ -67,7 +67,7 @@ def test_functions_name_what_they_want():
     assert seen["rollout"] is trace and seen["state"] is state and seen["arena"] == PLACE
     assert (seen["artifact"], seen["extras"], seen["completion"]) == ({"answer": 4}, {"x": 1}, "text of a")
     assert seen["scale"] == 2.0
-    assert seen["rest"] == ["arena", "artifact", "completion", "extras", "rollout", "state"]
+    assert seen["rest"] == ["arena", "artifact", "completion", "extras", "rollout", "state", "thought"]
     with pytest.raises(TypeError, match="reward function 'bad' asks for 'rolout'"):
 
         def bad(rolout):

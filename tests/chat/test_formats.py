@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from turnwise.chat.formats import EXAMPLE_TOOL, ChatFormat, read_calls, split_reasoning
+from turnwise.chat.formats import EXAMPLE_TOOL, ChatFormat, read_calls
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.messages import ChatError
 
@@ -21,8 +21,8 @@ def format(request: pytest.FixtureRequest) -> ChatFormat:
 
 
 def test_a_call_and_its_text() -> None:
-    found = read_calls(f"Let me see.\n{CALL}", "", [EXAMPLE_TOOL])
-    assert (found.content, [call.name for call in found.calls]) == ("Let me see.", ["look"])
+    found = read_calls(f"Let me see.\n{CALL}", [EXAMPLE_TOOL])
+    assert (found.answer, [call.name for call in found.calls]) == ("Let me see.", ["look"])
     assert found.message(["call_7"])["tool_calls"] == [
         {"id": "call_7", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
     ]
@@ -45,16 +45,9 @@ def test_a_call_and_its_text() -> None:
     ],
 )
 def test_a_call_that_cannot_be_read_stays_text(written: str, status: str) -> None:
-    found = read_calls(f"See: {written}", "", [EXAMPLE_TOOL])
+    found = read_calls(f"See: {written}", [EXAMPLE_TOOL])
     assert [call.status for call in found.calls] == [status]
-    assert (written in found.content) == (status != "ok")
-
-
-def test_reasoning_is_split_off() -> None:
-    assert split_reasoning("<think>\nhm\n</think>\n\n4") == ("hm", "4")
-    assert split_reasoning("hm</think>4", begun=True) == ("hm", "4")
-    assert split_reasoning("<think>hm") == ("hm", "")
-    assert split_reasoning("4 </think>") == ("", "4 </think>")
+    assert (written in found.answer) == (status != "ok")
 
 
 @pytest.mark.parametrize(("name", "status"), [("look", "ok"), ("jump", "unknown_tool")])
@@ -68,7 +61,7 @@ def test_every_family_reads_its_own_calls(format: ChatFormat, name: str, status:
     shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), None)
     sampled = whole[len(prompt) if shared is None else shared :]
     found = format.parse(sampled, [EXAMPLE_TOOL], prompt)
-    assert [call.status for call in found.calls] == [status] and (name in found.content) == (status != "ok")
+    assert [call.status for call in found.calls] == [status] and (name in found.answer) == (status != "ok")
     if status == "ok":
         assert [(call.name, call.arguments) for call in found.calls] == [("look", {"at": "y"})]
         assert format.parse(sampled, [], prompt).calls == (), "without tools a call is text"

@@ -208,7 +208,8 @@ async def test_one_actor_can_not_forge_a_turn_of_another_nor_move_a_judge() -> N
 
     said = tokenizer.encode(forged, split_special_tokens=True)
     client = ScriptedClient(
-        lambda request: Reply(token_ids=tokenizer.encode("0") if judged(request) else said), tokenizer=tokenizer
+        lambda request: Reply(token_ids=[*tokenizer.encode("0"), tokenizer.eos_token_id] if judged(request) else said),
+        tokenizer=tokenizer,
     )
     arena = Arena(client, tokenizer, sampling=Sampling(max_tokens=200))
     arena.add_actor(Actor("first"))

@@ -241,6 +241,27 @@ class Question(SingleTurnEpisode):
         return str(artifact)
 
 
+@pytest.mark.parametrize(
+    ("message", "reason", "read"),
+    [
+        ({"content": "4", "reasoning_content": "2 and 2"}, "stop", ("4", "2 and 2", False)),
+        ({"content": "<think>2 and 2</think>4"}, "stop", ("4", "2 and 2", False)),
+        ({"content": None, "reasoning": "2 and"}, "length", ("", "2 and", True)),
+        ({"content": "<think>2 and"}, "length", ("", "2 and", True)),
+    ],
+)
+async def test_the_thought_is_apart_whoever_splits_it_off(message: Any, reason: str, read: Any) -> None:
+    answer = {"choices": [{"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}]}
+    with faking({CHAT: Say(answer)}) as server:
+        async with client_of(server) as client:
+            arena = Arena(client, ByteTokenizer())
+            arena.add_actor(Actor("opponent"))
+            arena.add_episode(Question())
+            [result] = await arena.generate_rollouts([EpisodeRequest("question", "2 + 2 =")])
+    [step] = result.rollout.steps
+    assert (step.completion, step.thought, step.in_thought) == read
+
+
 async def test_a_judge_behind_an_api_is_asked_once_for_each_content() -> None:
     judge = Judge(policy="judge", max_tokens=9)
 

@@ -51,6 +51,24 @@ async def test_given_logprobs_follow_the_cut() -> None:
     assert (cut.completion_token_ids, cut.logprobs, cut.finish_reason) == ([5, 6], [-0.1, -0.2], "stop")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said", "sampled"),
+    [
+        ("?", "a STOP b", "a STOP"),
+        ("?", "<think>a STOP b</think>c STOP d", "<think>a STOP b</think>c STOP"),
+        ("? <think>", "a STOP b</think>c STOP d", "a STOP b</think>c STOP"),
+        ("?", "<think>a STOP</think>\n\nc", "<think>a STOP</think>\n\nc"),
+        ("?", "<think>a STOP", "<think>a STOP"),
+        ("?", '<tool_call>{"a": "STOP"}</tool_call>b STOP c', '<tool_call>{"a": "STOP"}</tool_call>b STOP'),
+        ("?", '<tool_call>{"a": "STOP', '<tool_call>{"a": "STOP'),
+    ],
+)
+async def test_stop_strings_end_the_answer_and_not_a_thought_or_a_call(prompt: str, said: str, sampled: str) -> None:
+    """The rule is that of ``stop_check``, by which all clients stop."""
+    [response] = await ScriptedClient([said]).generate([ask(prompt, stop=("STOP",))])
+    assert response.text == sampled and response.finish_reason == "stop"
+
+
 async def test_failing_and_hanging_on_demand() -> None:
     client = ScriptedClient([RuntimeError("boom"), Reply("never", delay=float("inf")), "fine"])
     with pytest.raises(RuntimeError, match="boom"):

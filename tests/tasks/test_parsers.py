@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from turnwise.tasks.code_duel import parse_cases, parse_program
-from turnwise.tasks.gsm8k import answers_match, extract_answer, without_thoughts
+from turnwise.tasks.gsm8k import answers_match, extract_answer
 from turnwise.tasks.kuhn_poker.game import KuhnRules
 from turnwise.tasks.math_orchestra import parse_verdict
 from turnwise.tasks.negotiation import NegotiationRules
@@ -66,7 +66,7 @@ READ = {
         parse_program,
         {PROGRAM: (
             PROGRAM, f"  Sure:\n```python\n{PROGRAM}\n```\nDone.", f"It returns x.\n{PROGRAM}\n\n",
-            f"```\ndef g(): pass\n```\nBetter:\n```py\n{PROGRAM}\n```", f"<think>def f(x): return 1</think>{PROGRAM}",
+            f"```\ndef g(): pass\n```\nBetter:\n```py\n{PROGRAM}\n```",
         )},
         ("", "I can't.", "define f", "return x", "```\n\n```"),
     ),
@@ -87,10 +87,6 @@ READ = {
         {True: ("18", "$18", "18.0", "18 eggs", "018", "36/2", "18.")},
         ("", "180", "1.8", "-18", "17", "18.01", "18,0", "1 8", "18 or 19", "eighteen"),
     ),
-    "thoughts": (
-        without_thoughts,
-        {"#### 4": ("<think>#### 5</think>\n#### 4", "#### 5</think> #### 4", "#### 4 <think>#### 5", "#### 4")}, (),
-    ),
     "verdict": (
         parse_verdict,
         {True: ("verdict: approve", "**Verdict:** approved"),
@@ -106,7 +102,7 @@ READ = {
         {
             "3 + 4": ("3 + 4", "3 + 4 = 7", "3 + 4\nThat is all."), "(3 + 4) * 2": ("Try (3 + 4)*2",),
             "(12 + 3) * 4": ("Here: ((12+3))×4 = ?",), "2 - (3 - 20)": ("1. 2 - (3 - 20)",),
-            "5 - 9": ("2 * 3 * 4\nor rather\n5 − 9.",), "0 * 20": ("<think>1 + 1</think>0 * 20",),
+            "5 - 9": ("2 * 3 * 4\nor rather\n5 − 9.",), "0 * 20": ("0 * 20",),
         },
         ("", "7", "3 + 21", "1 + 2 + 3 + 4", "3 ** 4", "3 / 4", "3 + x", "(3 + 4", "3 4", "3 + 04", "(" * 60 + "1 + 1"),
     ),
@@ -117,7 +113,7 @@ READ = {
     ),
     "answer": (
         read_answer, {14: ("14", "7 * 2 = 14."), -3: ("-3", "−3"), 1400: ("1,400",)},
-        ("<think>3</think>", "", "9" * 16),
+        ("", "9" * 16),
     ),
     "draft": (
         parse_draft, {(2, 3, 4): ("2 3 4", "I take\n[2, 3, 4]\nas asked"), (2, 3): ("Draft: 2, 3",),
@@ -132,13 +128,13 @@ READ = {
     ),
     "search route": (
         parse_search_route,
-        {"search": ("search", "I could answer, but: SEARCH"), "answer": ("Answer.", "<think>search</think>answer")},
+        {"search": ("search", "I could answer, but: SEARCH"), "answer": ("Answer.", "search, no: answer")},
         ("research", ""),
     ),
     "line": (
         parse_line,
         {"Velmar": ("Velmar", "I think so.\nAnswer: Velmar\n\n"), '** "river Dun': ('**Query:** "river Dun"',),
-         "Dun": ("<think>Osk</think> Dun ",), "dun": ("Search query: dun",), "x" * 200: ("x" * 999,)},
+         "Dun": ("Osk?\n Dun ",), "dun": ("Search query: dun",), "x" * 200: ("x" * 999,)},
         ("\n \n", "Answer:"),
     ),
     "SQuAD": (

@@ -258,6 +258,8 @@ class Arena(ArenaSetup):
         cache: ResponseCache | None = None,
         prompt_token_ids: Sequence[int] | None = None,
         turn: int | None = None,
+        format: Any = None,
+        tools: Sequence[dict[str, Any]] = (),
         **sampling: Any,
     ) -> ModelResponse:
         """Sample one completion by ``actor_id``; ``None`` is a judge, which never trains.
@@ -265,8 +267,9 @@ class Arena(ArenaSetup):
         The call is recorded as a step if ``record``. ``policy`` overrides the actor's. ``sampling`` overrides single
         fields of :class:`Sampling`, for example ``temperature=0.0``. ``cache`` keeps responses; a :class:`Judge` has
         one. ``prompt_token_ids`` are the tokens of ``prompt``, for a caller that renders chats itself; the actor's
-        system prompt is then not added. ``turn`` replaces the episode's turn in the step. Raises ``ModelError``, and
-        ``ContextLengthError`` for a prompt that is too long.
+        system prompt is then not added. ``turn`` replaces the episode's turn in the step. ``format`` reads the
+        completion, and calls of ``tools`` in it; by default the actor's plain format without tools. Raises
+        ``ModelError``, and ``ContextLengthError`` for a prompt that is too long.
         """
         context = current_context()
         messages, request = self.prepare(actor_id, prompt, policy=policy, prompt_token_ids=prompt_token_ids, **sampling)
@@ -289,8 +292,13 @@ class Arena(ArenaSetup):
                 call.fail(error)
                 raise
         actor = None if actor_id is None else self.actors[actor_id]
-        format, trains = self.plain_format(actor), not self.is_evaluation
-        return call.finish(response, format, check_private=self.check_private, trains=trains)
+        return call.finish(
+            response,
+            format or self.plain_format(actor),
+            tools=tools,
+            check_private=self.check_private,
+            trains=not self.is_evaluation,
+        )
 
     async def generate(self, request: ModelRequest, actor_id: str | None = None) -> ModelResponse:
         """Return the client's response to ``request``, within the limits of the arena and the actor. Records nothing.

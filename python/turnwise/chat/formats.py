@@ -6,66 +6,26 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import Any
 
 from turnwise.chat.messages import ChatError, Tool, results_in_order, tool_names, well_formed_texts
 from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
+from turnwise.chat.thoughts import MARKS as THOUGHT_MARKS
+from turnwise.chat.thoughts import THINK, Pairs, find_thoughts, marks_of, opens_thought
 from turnwise.chat.tokenizers import TokenBytes, ends_of
-from turnwise.types import Message, Messages
+from turnwise.types import OK, Message, Messages, ParsedCompletion, ToolCall
 
-OK = "ok"
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+CALL_MARKS = ("<tool_call>", "</tool_call>")
+MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CALL_MARKS])
 """Marks of reasoning and calls, which are read from a completion even if the tokenizer has them as special tokens."""
 
 MAX_TOOL_SETS = 64
 """Lists of tools whose renderings a format keeps."""
 MAX_DEPTH = 64
 """Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call in a completion. ``status`` is ``"ok"``, or the reason why it can't be read as a call of a known tool.
-
-    Example: ``ToolCall("add", {"a": 2, "b": 2}, raw='{"name": "add", "arguments": {"a": 2, "b": 2}}')``
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    raw: str
-    """The text that the model sampled."""
-    status: str = OK
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedCompletion:
-    """A completion as a message: visible text, reasoning, and all calls that it attempted, in their order.
-
-    The text of a call that is not ``"ok"`` is part of ``content``, so that the agent sees what the model wrote.
-    """
-
-    content: str
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-
-    @property
-    def good_calls(self) -> list[ToolCall]:
-        return [call for call in self.calls if call.status == OK]
-
-    def message(self, ids: Sequence[str] = ()) -> Message:
-        """Return the assistant's message. ``ids`` name the good calls."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.good_calls:
-            message["tool_calls"] = [
-                {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for name, call in zip(ids, self.good_calls, strict=True)
-            ]
-        return message
 
 
 class ChatFormat(ChatEncoder):
@@ -101,12 +61,6 @@ class ChatFormat(ChatEncoder):
         ends = (self.tokenizer.eos_token_id, *self.stop_token_ids)
         return self._closing or [token for token in ends if token is not None][:1]
 
-    @cached_property
-    def visible_ends(self) -> dict[int, str]:
-        """The texts of those stop tokens that are not special, which a decoded completion shows."""
-        texts = {token: self.tokenizer.decode([token], skip_special_tokens=True) for token in self.stop_token_ids}
-        return {token: text for token, text in texts.items() if text}
-
     def cut(self, completion: Sequence[int]) -> list[int]:
         """Return ``completion`` up to its first stop token, which is kept."""
         stops = set(self.stop_token_ids)
@@ -115,10 +69,10 @@ class ChatFormat(ChatEncoder):
 
     def begun_ids(self, message: Message, prompt: Sequence[int]) -> list[int]:
         """Return the ids of a begun answer, which follow the generation prompt at the end of ``prompt``."""
-        reasoning, opened = message.get("reasoning_content", ""), self._opens_reasoning(prompt)
-        ids = self.encode("<think>\n") if reasoning and not opened else []
+        reasoning, opened = message.get("reasoning_content", ""), self.opens_thought(prompt)
+        ids = self.encode(f"{THINK[0]}\n") if reasoning and not opened else []
         if reasoning or opened:
-            ids = [*ids, *self.text_ids(reasoning), *self.encode("\n</think>\n\n")]
+            ids = [*ids, *self.text_ids(reasoning), *self.encode(f"\n{THINK[1]}\n\n")]
         return [*ids, *self.text_ids(message["content"])]
 
     # -- continuation --------------------------------------------------------------------------------------------------
@@ -148,10 +102,10 @@ class ChatFormat(ChatEncoder):
         return [*prompt, *seen, *tail]
 
     def _following(self, new: Messages, answer: Message | None) -> Messages:
-        """Return ``new`` as it follows ``answer``: results in the order of their calls, system messages folded."""
+        """Return ``new`` as it follows ``answer``: results in their calls' order, systems folded, roles in turn."""
         if answer and answer.get("tool_calls"):
             new = results_in_order([answer, *new])[1:]
-        return self._with_systems(new, begun=True)
+        return self._in_turn(self._with_systems(new, begun=True), begun=True)
 
     def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
         """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""
@@ -280,20 +234,73 @@ class ChatFormat(ChatEncoder):
             return False
 
     def parse(
-        self, completion: Sequence[int], tools: Sequence[Tool] = (), prompt: Sequence[int] = ()
+        self,
+        completion: Sequence[int],
+        tools: Sequence[Tool] = (),
+        prompt: Sequence[int] = (),
+        *,
+        text: str | None = None,
+        finished: bool | None = None,
     ) -> ParsedCompletion:
-        """Parse a completion. Calls of tools are read only if there are ``tools``."""
-        ids = self.cut(completion)
-        if ids and ids[-1] in self.stop_token_ids:
-            ids.pop()
-        hidden = {index for spelling, index in self.control.items() if spelling not in MARKS}
-        text = self.tokenizer.decode([token for token in ids if token not in hidden], skip_special_tokens=False)
-        reasoning, text = split_reasoning(text, self._opens_reasoning(prompt))
-        return read_calls(text, reasoning, tools) if tools else ParsedCompletion(text, reasoning)
+        """Parse a completion into thought, answer and calls. Calls of tools are read only if there are ``tools``.
 
-    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """True if the prompt ends with the mark that begins the reasoning."""
-        return bool(self.tokenizer.decode(list(prompt[-8:]), skip_special_tokens=False).rstrip().endswith("<think>"))
+        ``text`` is the completion's text, if it didn't come as tokens. ``finished`` says if the model ended the answer
+        itself; by default, if its last token ends a turn.
+        """
+        ids = self.cut(completion)
+        is_ended = bool(ids) and ids[-1] in self.stop_token_ids
+        if text is None:
+            hidden = {index for spelling, index in self.control.items() if spelling not in MARKS}
+            kept = [token for token in ids[: len(ids) - is_ended] if token not in hidden]
+            text = self.tokenizer.decode(kept, skip_special_tokens=False)
+        ended = is_ended if finished is None else finished
+        found = find_thoughts(
+            text,
+            begun=self.opens_thought(prompt),
+            ended=ended,
+            calls=(CALL_MARKS,) if tools else (),
+            marks=self.thought_marks,
+        )
+        answer = found.answer(text)
+        if found.is_open or not tools:
+            return ParsedCompletion(answer, found.thought, (), found.is_open, ended and not found.is_open)
+        return replace(read_calls(answer, tools), thought=found.thought, finished=ended)
+
+    @cached_property
+    def hidden_marks(self) -> frozenset[int]:
+        """The marks of reasoning and calls that are special tokens of the tokenizer: a decoded text lacks them."""
+        return frozenset(token for spelling, token in self.control.items() if spelling in MARKS)
+
+    @cached_property
+    def _visible_ends(self) -> dict[int, str]:
+        """The texts of those stop tokens that are not special, which a decoded completion shows."""
+        texts = {token: self.tokenizer.decode([token], skip_special_tokens=True) for token in self.stop_token_ids}
+        return {token: text for token, text in texts.items() if text}
+
+    def without_end(self, text: str, completion: Sequence[int]) -> str:
+        """Return the decoded text of ``completion`` without the end of the turn, if it shows it."""
+        return text.removesuffix(self._visible_ends.get(completion[-1], "")) if completion else text
+
+    @cached_property
+    def thought_marks(self) -> Pairs:
+        """The marks of reasoning that the model may write."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return marks_of(token.content for token in added.values())
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """True if the prompt leaves a thought open, which the completion goes on with."""
+        turns = self._turn_tokens
+        begin = next((place for place in range(len(prompt), 0, -1) if prompt[place - 1] in turns), None)
+        # After the control token that began the assistant's turn, all text is the assistant's.
+        tail = prompt[-16:] if begin is None else prompt[begin:]
+        text = self.tokenizer.decode(list(tail), skip_special_tokens=False)
+        return opens_thought(text, self.thought_marks, whole=begin is not None)
+
+    @cached_property
+    def _turn_tokens(self) -> set[int]:
+        """The control tokens that may begin an assistant's turn."""
+        first = getattr(self.tokenizer, "bos_token_id", None)
+        return {token for spelling, token in self.control.items() if spelling not in MARKS and token != first}
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -313,23 +320,10 @@ class ChatRenderer(ChatFormat):
     guards_marks = False
 
 
-def split_reasoning(text: str, begun: bool = False) -> tuple[str, str]:
-    """Return the reasoning and the rest of ``text``: ``"<think>hm</think>4"`` gives ``("hm", "4")``.
-
-    ``begun`` means that the prompt already opened the reasoning. Reasoning that never ends takes the whole text.
-    """
-    opened = text.lstrip().startswith("<think>")
-    if not (begun or opened):
-        return "", text
-    inside = text.partition("<think>")[2] if opened else text
-    reasoning, _, rest = inside.partition("</think>")
-    return reasoning.strip("\n"), rest.lstrip("\n")
-
-
 _CALL = re.compile(r"\s*<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
-def read_calls(text: str, reasoning: str, tools: Sequence[Tool]) -> ParsedCompletion:
+def read_calls(text: str, tools: Sequence[Tool]) -> ParsedCompletion:
     """Parse calls that are written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
     calls, kept = [], []
     end = 0
@@ -340,7 +334,8 @@ def read_calls(text: str, reasoning: str, tools: Sequence[Tool]) -> ParsedComple
         calls.append(call)
         if call.status != OK:
             kept.append(match[0])
-    return ParsedCompletion("".join([*kept, text[end:]]), reasoning, tuple(calls))
+    written = text if calls else None
+    return ParsedCompletion("".join([*kept, text[end:]]), calls=tuple(calls), written=written)
 
 
 def read_call(raw: str, tools: Sequence[Tool], *, closed: bool = True) -> ToolCall:

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.chat.formats import split_reasoning
 from turnwise.chat.messages import Tool, message_key
+from turnwise.chat.thoughts import find_thoughts
 from turnwise.types import Message, Messages
 
 DISTINCT = 40
@@ -124,9 +124,9 @@ class Histories:
         if message["role"] != "assistant":
             return
         content = message["content"].strip()
-        if content.startswith("<think>"):
-            reasoning, content = split_reasoning(content)
-            message = {**message, "content": content, "reasoning_content": reasoning}
+        if (found := find_thoughts(content)).thoughts:
+            content = found.answer(content)
+            message = {**message, "content": content, "reasoning_content": found.thought}
             yield _Reading(message)
         for stop in self._stops:
             if content.endswith(stop):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall, checked_call
+from turnwise.chat.formats import ChatFormat, checked_call
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
-from turnwise.types import Message, Messages, Tokenizer
+from turnwise.chat.thoughts import CALL_MARKS, Pairs, Thoughts, find_thoughts
+from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer, ToolCall
 from turnwise.utils.registry import did_you_mean
 
 NOT_FAMILIES = ("default", "auto", "custom")
@@ -140,31 +142,79 @@ class KnownFormat(ChatFormat):
         """Accept all tools: every family supports them."""
 
     def parse(
-        self, completion: Sequence[int], tools: Sequence[Tool] = (), prompt: Sequence[int] = ()
+        self,
+        completion: Sequence[int],
+        tools: Sequence[Tool] = (),
+        prompt: Sequence[int] = (),
+        *,
+        text: str | None = None,
+        finished: bool | None = None,
     ) -> ParsedCompletion:
+        if text is not None:
+            return super().parse(completion, tools, prompt, text=text, finished=finished)
         ids = self.cut(completion)
-        if ids and ids[-1] in self.stop_token_ids and ids[-1] not in self._family_stops:
-            ids.pop()  # the family's parser doesn't know this end
+        is_ended = bool(ids) and ids[-1] in self.stop_token_ids
+        ended = is_ended if finished is None else finished
+        if is_ended:
+            ids.pop()
+        # The family's parser reads the tokens outside of the thoughts: it knows no later ones, and no calls in them.
+        begun = self.opens_thought(prompt)
+        found, spoken = self._without_thoughts(ids, begun, ended, tools)
+        if found.is_open:
+            return ParsedCompletion("", found.thought, in_thought=True, finished=False)
         try:
-            parsed = self._renderer_of(self.tokenizer).parse_response(
-                ids, tools=list(tools) or None, prompt_ids=list(prompt) or None
-            )
+            parsed, ids = self._parsed_answer(spoken, begun, bool(found.thoughts), tools, prompt)
         except (ValueError, RecursionError):  # the renderers' own parsers of JSON, for numbers and nests without end
-            text = super().parse(completion, (), prompt)
-            unread = (ToolCall("", {}, text.content, "invalid_json"),) if tools else ()
-            return ParsedCompletion(text.content, text.reasoning, unread)
+            plain = super().parse(completion, (), prompt, finished=finished)
+            unread = (ToolCall("", {}, plain.answer, "invalid_json"),) if tools else ()
+            return replace(plain, calls=unread)
+        thought = found.thought or parsed.reasoning_content or ""
+        if not parsed.reasoning_complete:
+            return ParsedCompletion("", thought, in_thought=True, finished=False)
+        content = parsed.content or ""
+        written = "".join(self._raw(ids, call) for call in parsed.tool_calls)
         if not tools:
             # Without tools the family's marks of a call are text like any other.
-            written = "".join(self._raw(ids, call) for call in parsed.tool_calls)
-            return ParsedCompletion((parsed.content or "") + written, parsed.reasoning_content or "")
-        calls, content = [], parsed.content or ""
+            return ParsedCompletion(content + written, thought, finished=ended)
+        calls, answer = [], content
         for call in parsed.tool_calls:
             raw = self._raw(ids, call)
             read = checked_call(call.name, call.arguments, raw, tools, str(call.status))
             calls.append(read)
             if read.status != OK:
-                content += raw
-        return ParsedCompletion(content, parsed.reasoning_content or "", tuple(calls))
+                answer += raw
+        return ParsedCompletion(answer, thought, tuple(calls), finished=ended, written=content + written)
+
+    def _without_thoughts(
+        self, ids: Sequence[int], begun: bool, ended: bool, tools: Sequence[Tool]
+    ) -> tuple[Thoughts, list[int]]:
+        """Return the thoughts of a completion, in places of its bytes, and the tokens outside of them."""
+        parts = [self.token_bytes(token).decode("latin-1") for token in ids]
+        marks, calls = _as_bytes(self.thought_marks), _as_bytes(CALL_MARKS) if tools else ()
+        found = find_thoughts("".join(parts), begun=begun, ended=ended, calls=calls, marks=marks)
+        kept, place = [], 0
+        for token, part in zip(ids, parts, strict=True):
+            place += len(part)
+            if not any(start < place and place - len(part) < end for start, end in found.thoughts):
+                kept.append(token)
+        found = replace(found, thought=found.thought.encode("latin-1").decode(errors="replace"))
+        return found, kept
+
+    def _parsed_answer(
+        self, spoken: list[int], begun: bool, thought: bool, tools: Sequence[Tool], prompt: Sequence[int]
+    ) -> tuple[Any, list[int]]:
+        """Parse the tokens outside of the thoughts; return them too, as the parser took them.
+
+        The family's parser gets an empty thought where the prompt, or its own setting, says that there is one.
+        """
+        opening, closing = (self.encode(mark) for mark in self.thought_marks[-1])
+        parser, given, shown = self._renderer_of(self.tokenizer), list(prompt) or None, list(tools) or None
+        ids = [*closing, *spoken] if begun and thought else spoken
+        parsed = parser.parse_response(ids, tools=shown, prompt_ids=given)
+        if thought and not parsed.reasoning_complete:
+            ids = [*opening, *closing, *spoken]
+            parsed = parser.parse_response(ids, tools=shown, prompt_ids=given)
+        return parsed, ids
 
     def _raw(self, ids: Sequence[int], call: Any) -> str:
         """Return the text of a call with its marks, where the renderer reports its position."""
@@ -222,6 +272,11 @@ def find_family(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None 
         except Exception:  # another family's renderer may raise anything for this tokenizer
             continue
     return None
+
+
+def _as_bytes(pairs: Pairs) -> Pairs:
+    """Return marks with one character for each of their bytes."""
+    return tuple((opening.encode().decode("latin-1"), closing.encode().decode("latin-1")) for opening, closing in pairs)
 
 
 _RETENTION = "thinking_retention"

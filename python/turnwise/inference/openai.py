@@ -8,7 +8,14 @@ from typing import Any
 from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.inference.common.base import GatedClient, policy_of, reject_scored
 from turnwise.inference.common.http import Endpoint, EndpointError
-from turnwise.types import ClientCapabilities, ContextLengthError, FinishReason, ModelRequest, ModelResponse
+from turnwise.types import (
+    ClientCapabilities,
+    ContextLengthError,
+    FinishReason,
+    ModelRequest,
+    ModelResponse,
+    ParsedCompletion,
+)
 from turnwise.utils.threads import to_thread
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -130,27 +137,32 @@ class OpenAIClient(GatedClient):
             if error.status in (400, 413) and any(words in str(error) for words in TOO_LONG):
                 raise ContextLengthError(str(error)) from error
             raise
-        text, reason = self._read(answer)
+        text, thought, reason = self._read(answer)
         ids = self._format.text_ids(text)
-        if reason == "stop":
+        if reason == "stop" or not ids:  # a thought that the limit cut leaves no text
             ids += self._format.end_token_ids
-        return ModelResponse(
-            text, ids, [0.0] * len(ids), reason, [(len(ids), 0)], list(request.prompt_token_ids), trainable=False
-        )
+        logprobs, versions, prompt = [0.0] * len(ids), [(len(ids), 0)], list(request.prompt_token_ids)
+        response = ModelResponse(text, ids, logprobs, reason, versions, prompt, trainable=False)
+        if thought:  # the server itself tells the thought from the answer
+            cut = reason == "length"
+            response.parsed = ParsedCompletion(text, thought, (), cut and not text.strip(), not cut)
+        return response
 
-    def _read(self, answer: Any) -> tuple[str, FinishReason]:
-        """Read text and finish reason from an answer. Errors name the server and the wrong field."""
+    def _read(self, answer: Any) -> tuple[str, str, FinishReason]:
+        """Read text, thought and finish reason from an answer. Errors name the server and the wrong field."""
         field = "choices[0].message.content" if self._chat else "choices[0].text"
         try:
             [choice] = answer["choices"]
-            text = choice["message"]["content"] if self._chat else choice["text"]
-            reason = choice["finish_reason"]
+            message = choice["message"] if self._chat else {"content": choice["text"]}
+            text, reason = message["content"], choice["finish_reason"]
+            thought = next((str(message[key]) for key in ("reasoning_content", "reasoning") if message.get(key)), "")
         except (KeyError, TypeError, ValueError):
             raise EndpointError(
                 f"{self._where} answered {str(answer)[:80]}: expected one choice, with {field} and finish_reason"
             ) from None
+        text = "" if text is None and thought else text
         if not isinstance(text, str):
             raise EndpointError(f"{self._where} answered {field}={text!r} ({reason}): expected text")
         if reason not in FINISHED:
             raise EndpointError(f"{self._where} ended a completion by {reason!r}: expected one of {sorted(FINISHED)}")
-        return text, FINISHED[reason]
+        return text, thought, FINISHED[reason]

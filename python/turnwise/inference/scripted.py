@@ -205,7 +205,7 @@ class ScriptedClient(ClientBase):
         if self.context_length is not None:
             limit = min(limit, self.context_length - len(request.prompt_token_ids))
         stops = {*end, *request.sampling.stop_token_ids}
-        stopped = stop_check(request.sampling, self._tokenizer) or (lambda ids: False)
+        stopped = stop_check(request.sampling, self._tokenizer, request.prompt_token_ids) or (lambda ids: False)
         stop = next(
             (index for index, token in enumerate(ids[:limit]) if token in stops or stopped(ids[: index + 1])), None
         )

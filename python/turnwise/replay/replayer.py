@@ -31,6 +31,7 @@ from turnwise.types import (
     ModelError,
     ModelRequest,
     ModelResponse,
+    ParsedCompletion,
     Tokenizer,
 )
 
@@ -302,14 +303,19 @@ def _response(recorded: RecordedCall) -> ModelResponse:
         name, text = recorded.error
         raise ERRORS.get(name, ModelError)(text)
     step = recorded.step
+    said, thought, in_thought = step["completion"], step.get("thought", ""), step.get("in_thought", False)
+    finished = step["finish_reason"] == "stop" and not in_thought
+    # The record says what the actor said; only calls are read again.
+    parsed = None if "tool_calls" in step["info"] else ParsedCompletion(said, thought, (), in_thought, finished)
     return ModelResponse(
-        text=step["completion"],
+        text=said,
         completion_token_ids=list(step["completion_token_ids"]),
         logprobs=list(step["completion_logprobs"]),
         finish_reason=step["finish_reason"],
         policy_versions=[(count, version) for count, version in step["policy_versions"]],
         trainable=not recorded.text_only,
         cached=step["info"].get("cached", False),
+        parsed=parsed,
     )
 
 

@@ -218,7 +218,7 @@ def call(step: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
         "node": None if step.get("tree_node") is None else str(step["tree_node"]),
         "prompt": prompts.setdefault(prompt, len(prompts)),
         "prompt_tokens": len(step["prompt_token_ids"]),
-        "text": step["completion"],
+        "text": "\n\n".join(text for text in (step.get("thought", ""), step["completion"]) if text),
         "ids": ids,
         "tokens": texts if texts is not None and len(texts) == len(ids) else [f"⟨{token}⟩" for token in ids],
         "logprobs": plain([round(float(value), 4) for value in step["completion_logprobs"]]),

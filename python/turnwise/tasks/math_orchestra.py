@@ -11,7 +11,7 @@ from pydantic import Field
 
 from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
 from turnwise.tasks.base import Demonstration, Player, with_round, with_team, without_round
-from turnwise.tasks.gsm8k.reader import MARK, GSM8KQuestion, answers_match, extract_answer, without_thoughts
+from turnwise.tasks.gsm8k.reader import MARK, GSM8KQuestion, answers_match, extract_answer
 from turnwise.tasks.gsm8k.task import SYSTEM_PROMPT, QuestionOptions, QuestionTask
 from turnwise.types import Actor, EpisodeState, Message, Messages
 
@@ -65,7 +65,7 @@ class MathOrchestraEpisode(MultiTurnEpisode):
     babbles can't keep a problem in the loop. Without a verifier the first answer is final. The team's part is the final
     outcome: 1 if the solver's last answer is right. A solver's own part is 1 if its answer is right. A verifier's own
     part is 1 if its verdict agrees with that. By default both actors earn the outcome. A tree sampler must score each
-    action before the end is known, so there an action earns its own part. No actor sees another one's ``<think>`` text.
+    action before the end is known, so there an action earns its own part. No actor sees another one's thought.
 
     Example: ``MathOrchestraEpisode(max_loops=2)``
     """
@@ -95,15 +95,12 @@ class MathOrchestraEpisode(MultiTurnEpisode):
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
         state.data = {"solution": None, "review": None, "right": False, "approved": None, "verdicts": [], "own": {}}
 
-    def public(self, text: str) -> str:
-        return without_thoughts(text)
-
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
         message = view_message(MathView(artifact["question"], state.data["solution"], state.data["review"]))
         return [with_round(message, state.turn)]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        data, said = state.data, self.public(state.last_completion_text)
+        data, said = state.data, state.last_completion_text.strip()
         if state.current_actor == SOLVER:
             data["solution"], data["review"] = said, None
             data["right"] = answers_match(extract_answer(said), artifact["answer"])

@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, model_calls, training, capabilities, protocols.
+Read in this order: play, completions, model_calls, training, capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
@@ -21,12 +21,13 @@ from turnwise.types.capabilities import (
     TokenizedClient,
     capabilities_of,
 )
+from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
 from turnwise.types.model_calls import (
     ContextLengthError,
+    DeadEndError,
     FinishReason,
     Grammar,
     InferenceClient,
-    Message,
     Messages,
     ModelError,
     ModelRequest,
@@ -61,6 +62,7 @@ from turnwise.types.training import (
 __all__ = [
     "CHILD",
     "CHILD_ACTORS",
+    "OK",
     "Actor",
     "AllowedTokens",
     "Artifact",
@@ -69,6 +71,7 @@ __all__ = [
     "ContextLengthError",
     "CreditAssigner",
     "CreditCapabilities",
+    "DeadEndError",
     "EpisodeRequest",
     "EpisodeState",
     "ExplainedCredit",
@@ -83,6 +86,7 @@ __all__ = [
     "ModelError",
     "ModelRequest",
     "ModelResponse",
+    "ParsedCompletion",
     "PolicyVersions",
     "PooledClient",
     "RecoverableClient",
@@ -97,6 +101,7 @@ __all__ = [
     "TaskCapabilities",
     "TokenizedClient",
     "Tokenizer",
+    "ToolCall",
     "TrainingBatch",
     "capabilities_of",
 ]

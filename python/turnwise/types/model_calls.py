@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-Message = dict[str, Any]
-"""One chat message as the OpenAI API writes it: ``{"role": "user", "content": "2 + 2 = ?"}``."""
+from turnwise.types.completions import Message, ParsedCompletion
 
 Messages = list[Message]
 """A chat: ``[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]``."""
@@ -42,7 +41,8 @@ class Sampling:
     ``temperature`` 0 means greedy, and then the completion does not train. ``max_tokens`` counts completion tokens, the
     stop token included. ``stop_token_ids`` end a completion in addition to the tokens that end a turn. Those are the
     tokenizer's end of sequence, the chat template's closing token, and those of the model's generation config. A
-    completion also ends with the token that completes one of the ``stop`` strings; it keeps that token. ``seed`` fixes
+    completion also ends with the token that completes one of the ``stop`` strings in the answer; it keeps that token.
+    They don't count in a thought or a call. ``seed`` fixes
     the draw of this one request, independent of the batch; with ``None`` the client chooses one. A ``grammar`` allows
     only some tokens at each position; log-probabilities are then those of the distribution over the allowed tokens.
 
@@ -119,9 +119,10 @@ class ModelResponse:
     """The result of one model call. Lists cover the ``C`` completion tokens, the stop token included.
 
     ``logprobs`` are those of the sampled distribution: ``log_softmax(logits / temperature)``, for greedy decoding
-    ``log_softmax(logits)``, under a grammar over the allowed tokens alone. ``text`` is the completion without special
-    tokens. A response that is not ``trainable`` arrived as text: the tokenizer produced its token ids, and its
-    log-probabilities are unknown. A ``cached`` response was sampled for an earlier identical call.
+    ``log_softmax(logits)``, under a grammar over the allowed tokens alone. A client gives the completion without
+    special tokens as ``text``. After the arena's call it is the text outside of the model's thought, and ``parsed`` has
+    thought, answer and calls. A response that is not ``trainable`` arrived as text: the tokenizer produced its token
+    ids, and its log-probabilities are unknown. A ``cached`` response was sampled for an earlier identical call.
 
     Example: ``ModelResponse(text="4", completion_token_ids=[20, 2], logprobs=[-0.1, -0.01], finish_reason="stop",
     policy_versions=[(2, 7)], prompt_token_ids=[1, 17, 9])``
@@ -137,6 +138,8 @@ class ModelResponse:
     cached: bool = False
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
     """The experts of a mixture, if the client returns them."""
+    parsed: ParsedCompletion | None = field(default=None, compare=False, repr=False)
+    """The completion's parts, which the arena reads once. A client sets it if its server tells them apart."""
 
 
 class ModelError(RuntimeError):
@@ -154,12 +157,19 @@ class ContextLengthError(ModelError):
     actor_id: str | None = None
 
 
+class DeadEndError(ModelError):
+    """A completion came where its grammar allows no further token, although it is not complete."""
+
+    passes = False
+
+
 @runtime_checkable
 class InferenceClient(Protocol):
     """Samples token ids from token ids. It returns one response per request, in the order of the requests.
 
     ``generate`` raises :class:`ModelError` if it can't serve a request, ``ContextLengthError`` for a prompt that is too
-    long. ``load_weights`` checks names and shapes before it changes any weight; later responses carry ``version``.
+    long, and ``DeadEndError`` for a grammar that led nowhere. ``load_weights`` checks names and shapes before it
+    changes any weight; later responses carry ``version``.
     A client that declares ``capabilities`` (:class:`ClientCapabilities`) can do more, or less, than their defaults.
     """
 

@@ -77,6 +77,9 @@ class Step:
     is ``None``, the reward of its actor is used (:meth:`Rollout.rewards_of`). With token rewards, ``reward`` is their
     sum, and ``info["token_rewards"]`` has them. ``group`` overrides the group key of the credit rule.
 
+    ``completion`` is what the model said outside of its ``thought``. A completion that ended ``in_thought``, as its
+    limit cut it or the model never closed it, says nothing.
+
     Example: ``Step("solver", turn=0, prompt=[{"role": "user", "content": "2 + 2 = ?"}], completion="4",
     prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2], completion_logprobs=[-0.1, -0.01],
     policy_versions=[(2, 7)], finish_reason="stop", policy="default")``
@@ -101,6 +104,8 @@ class Step:
     trainable: bool = True
     info: dict[str, Any] = field(default_factory=dict)
     from_branch: tuple[int, int] | None = None
+    thought: str = ""
+    in_thought: bool = False
 
     @property
     def completion_text(self) -> str:

@@ -54,6 +54,8 @@ class ArenaForHooks(Protocol):
         cache: ResponseCache | None = None,
         prompt_token_ids: Sequence[int] | None = None,
         turn: int | None = None,
+        format: Any = None,
+        tools: Sequence[dict[str, Any]] = (),
         **sampling: Any,
     ) -> ModelResponse:
         """Sample one completion by ``actor_id``; ``None`` is a judge."""

@@ -139,6 +139,23 @@ def test_reasoning_is_apart_and_stays_in_the_context(wire, sent_back):
     check_extended(played)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@every
+def test_nothing_of_a_thought_is_an_answer_or_a_call(wire, family):
+    """Drafts of calls and answers in a thought: finished, later, and cut by the request's limit."""
+    draft = f"Never say 5. END {SUM} END"
+    said = [f"<think>{draft}</think>4", f"<think>{draft}</think>4 <think>{draft}</think>", f"<think>{draft}{40 * 'x'}"]
+    stops = {} if wire is Responses else {"stop" if wire is Chat else "stop_sequences": ["END"]}
+    options = {"tools": wire.tools, **stops}
+    played = asked(wire, said, options, options, {**options, wire.limit: len(said[2]) - 30}, family=family)
+    assert [wire.text(answer).strip() for answer in played.seen] == ["4", "4", ""]
+    assert [wire.calls(answer) for answer in played.seen] == [[]] * 3
+    assert [wire.reason(answer) for answer in played.seen] == [wire.reasons[0], wire.reasons[0], wire.reasons[1]]
+    assert all(draft in wire.thought(answer) for answer in played.seen)
+    assert [step.in_thought for step in played.steps] == [False, False, True]
+    assert all(step.trainable for step in played.steps)
+
+
 @needs_qwen3
 @every
 def test_reasoning_that_this_session_did_not_sample_is_rendered(wire):

@@ -111,6 +111,5 @@ def test_cases_are_read_and_prose_is_not():
     )
     found = [Case(([],), 0), Case(([1, -2],), -1), Case(("a", 2), "b"), Case(([9],), 9)]
     assert parse_cases(text, 10) == found and parse_cases(text, 2) == found[:2]
-    assert parse_cases("<think>f(1) == 1</think>\nf(2) == 2", 3) == [Case((2,), 2)]
     for deep in ("f(" + "-" * 150 + "1) == 1", "f(" + "(" * 95 + ")" * 95 + ") == 1", "f(" + "[" * 190):
         assert parse_cases(deep, 3) in ([], [Case((1,), 1)], [Case(((),), 1)])

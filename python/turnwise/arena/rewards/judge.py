@@ -107,16 +107,27 @@ class Judge:
         self.cache = AnswerCache(cache_size)
 
     async def ask(self, prompt: str | Messages, arena: ArenaForHooks) -> str:
-        """Return the judge's answer to ``prompt``."""
+        """Return the judge's answer to ``prompt``, without its thought."""
+        return (await self._response(prompt, arena)).text
+
+    async def _verdict(self, prompt: str | Messages, arena: ArenaForHooks) -> str:
+        """Return the judge's whole answer. Raises ``ValueError`` for one that was cut: ``Score: 1`` may begin 10."""
+        response = await self._response(prompt, arena)
+        if response.parsed is not None and not response.parsed.finished:
+            where = "inside its thought" if response.parsed.in_thought else f"at {response.text[-40:]!r}"
+            how = f"{where} (finish reason {response.finish_reason!r})"
+            raise ValueError(f"the judge's answer ended {how}: expected a whole verdict. Raise max_tokens")
+        return response.text
+
+    async def _response(self, prompt: str | Messages, arena: ArenaForHooks) -> ModelResponse:
         content = prompt if isinstance(prompt, str) else repr(to_python(prompt))
         seed = derive_seed(arena.seed, "judge", self.policy, content)
         options = {"seed": seed, **self.sampling}
-        response = await arena.call_model(None, prompt, policy=self.policy, cache=self.cache, **options)
-        return response.text
+        return await arena.call_model(None, prompt, policy=self.policy, cache=self.cache, **options)
 
     async def score(self, prompt: str | Messages, arena: ArenaForHooks) -> float:
         """Return the answer to ``prompt`` as a number, by ``read`` (default ``read_number``)."""
-        answer = await self.ask(prompt, arena)
+        answer = await self._verdict(prompt, arena)
         return read_number(answer, self.low, self.high) if self.read is None else self.read(answer)
 
     async def compare(
@@ -131,5 +142,5 @@ class Judge:
         """
         read = self.read or read_choice
         shown = [prompt(first, second), prompt(second, first)]
-        one, other = await gather_or_cancel(self.ask(question, arena) for question in shown)
+        one, other = await gather_or_cancel(self._verdict(question, arena) for question in shown)
         return (read(one) + 1.0 - read(other)) / 2

@@ -24,9 +24,9 @@ from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import unique_names
 from turnwise.utils.signals import contained
 
-ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state")
-"""Arguments that a reward function may take. ``completion`` is the text of the last selected action, "" if no actor
-acted."""
+ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state", "thought")
+"""Arguments that a reward function may take. ``completion`` is what the last selected action said, ``thought`` what the
+model thought before it; both are "" if no actor acted."""
 
 GROUP_ARGUMENTS = ("rollouts", "arena")
 """Arguments that a group function may take. A function that takes ``rollouts`` is a group function."""
@@ -161,14 +161,15 @@ class Rubric:
     ) -> Score:
         """Score one rollout. Raises ``ValueError``/``TypeError`` unless all rewards are finite numbers."""
         steps = state.trajectory if state is not None and state.trajectory else rollout.steps
-        completions = [step.completion for step in steps if step.actor_id is not None and step.selected]
+        acts = [step for step in steps if step.actor_id is not None and step.selected]
         available = {
             "rollout": rollout,
             "arena": arena,
             "artifact": rollout.artifact,
             "extras": rollout.extras,
-            "completion": completions[-1] if completions else "",
+            "completion": acts[-1].completion if acts else "",
             "state": state,
+            "thought": acts[-1].thought if acts else "",
         }
         score, mix = Score(), _mix_of(arena, rollout)
         settle_steps(rollout)  # so that reward functions see sums of token rewards

@@ -14,13 +14,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from turnwise.chat.thoughts import spoken
+
 # --- both -------------------------------------------------------------------------------------------------------------
-_REASONING = re.compile(r"</?(think|thinking|reasoning|thought|analysis)>", re.IGNORECASE)
+_REASONING = re.compile(r"</?(thinking|reasoning|thought|analysis)>", re.IGNORECASE)
 _SAME = str.maketrans("−‐‑⁄∕：\u00a0\u202f\u2009０１２３４５６７８９", "---//:   0123456789")
 
 
 def _plain(text: str) -> str:
     """Return the text after the reasoning, with tags as labels, and without Markdown, quotes and LaTeX."""
+    text = spoken(text)
     tags = list(_REASONING.finditer(text))
     if tags:
         text = text[tags[-1].end() :] if tags[-1][0].startswith("</") else ""

@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
 from turnwise.arena.runtime.privacy import sampled_key
+from turnwise.arena.runtime.watch import count
 from turnwise.chat import ChatFormat
-from turnwise.chat.messages import ROLES, plain_messages, well_formed_texts, with_system
+from turnwise.chat.messages import ROLES, Tool, plain_messages, well_formed_texts, with_system
 from turnwise.state import to_python
 from turnwise.types import Actor, ContextLengthError, Messages, ModelError, ModelRequest, ModelResponse, Sampling, Step
 
 FINISH_REASONS = ("stop", "length", "abort")
+
+ENDED_IN_THOUGHT = "ended/thought"
+"""Metric: the model calls that ended inside their thought, so that they have no answer."""
 
 
 class PendingCall:
@@ -60,22 +65,23 @@ class PendingCall:
             self.context.recorder.finish_call(self.recorded, error)
 
     def finish(
-        self, response: ModelResponse, format: ChatFormat, *, check_private: bool, trains: bool = True
+        self,
+        response: ModelResponse,
+        format: ChatFormat,
+        *,
+        tools: Sequence[Tool] = (),
+        check_private: bool,
+        trains: bool = True,
     ) -> ModelResponse:
-        """Set text and prompt tokens of ``response``, and record it as a step. The text omits the turn's end.
+        """Parse ``response``, set its prompt tokens, and record it as a step.
 
-        With ``trains`` (the run samples for training), a greedy completion does not train: its tokens are not draws
-        from the policy.
+        ``format`` reads the completion, and calls of ``tools`` in it. With ``trains`` (the run samples for training), a
+        greedy completion does not train: its tokens are not draws from the policy.
         """
         context, recorded, actor_id = self.context, self.recorded, self.actor_id
         if context is not None and context.recorder is not None and recorded is not None:
             context.recorder.finish_call(recorded, response)
-        response.prompt_token_ids = list(self.request.prompt_token_ids)
-        ids = response.completion_token_ids
-        text = response.text or format.tokenizer.decode(ids, skip_special_tokens=True)
-        if ids and ids[-1] in format.visible_ends:
-            text = text.removesuffix(format.visible_ends[ids[-1]])
-        response.text = well_formed_texts(text)
+        response = with_parse(response, self.request, format, tools)
         if context is None or (self.index is None and recorded is None):
             return response
         turn = context.state.turn if self.turn is None else self.turn
@@ -86,15 +92,38 @@ class PendingCall:
             if texts := context.private.shown(actor_id, self.messages):
                 step.info["private"] = texts
             step.trainable = step.trainable and actor_id not in context.policies
+            if step.in_thought:
+                count(ENDED_IN_THOUGHT)
             if trains and step.trainable and self.request.sampling.is_greedy:
                 step.trainable, step.info["greedy"] = False, True
             if check_private:
+                if actor_id is not None:
+                    context.private.add_thought(step.thought, actor_id, step.completion, self.messages)
                 context.sampled_completions.add(sampled_key(actor_id, response.completion_token_ids))
             context.steps[self.index] = step
             context.state.trajectory.append(step)
             if actor_id is not None:
                 context.state.last_completion_text = step.completion
         return response
+
+
+def with_parse(
+    response: ModelResponse, request: ModelRequest, format: ChatFormat, tools: Sequence[Tool] = ()
+) -> ModelResponse:
+    """Return ``response`` with the parts of its completion, and as text what stands outside of the thought.
+
+    It is parsed here and nowhere else, as prompt, format and finish reason are known here.
+    """
+    prompt, parsed = list(request.prompt_token_ids), response.parsed
+    if parsed is None:
+        # A client's text counts where it holds what the tokens do: it lacks marks that the tokenizer hides.
+        ids = response.completion_token_ids
+        as_tokens = not response.text or (response.trainable and (tools or not format.hidden_marks.isdisjoint(ids)))
+        text = None if as_tokens else format.without_end(response.text, ids)
+        parsed = format.parse(ids, tools, prompt, text=text, finished=response.finish_reason == "stop")
+        parsed = replace(parsed, answer=well_formed_texts(parsed.answer), thought=well_formed_texts(parsed.thought))
+    text = str(well_formed_texts(parsed.text))
+    return replace(response, text=text, prompt_token_ids=prompt, parsed=parsed)
 
 
 def playing(actor: Actor | None) -> str:
@@ -234,6 +263,7 @@ def to_step(
     actor_id: str | None, turn: int, messages: Messages, request: ModelRequest, response: ModelResponse
 ) -> Step:
     """Return the record of one call. A judge (``actor_id=None``) and responses that arrived as text never train."""
+    parsed = response.parsed
     return Step(
         actor_id,
         turn=turn,
@@ -246,6 +276,8 @@ def to_step(
         finish_reason=response.finish_reason,
         policy=request.policy,
         trainable=actor_id is not None and response.trainable,
+        thought="" if parsed is None else parsed.thought,
+        in_thought=parsed is not None and parsed.in_thought,
         info={
             "temperature": request.sampling.temperature,
             "seed": request.sampling.seed,

@@ -2,9 +2,10 @@
 
     observation = "Your move.\\n" + private("Your card: K.", to="player0")
 
-marks the sentence in the running episode and returns it unchanged. A ``MultiTurnEpisode`` marks the text of
-``get_observation`` and the parts of a completion that ``public`` hides. The report shows marked text in its reader's
-prompts. With ``Arena(check_private=True)``, :class:`LeakError` stops the batch unless all of this holds:
+marks the sentence in the running episode and returns it unchanged. The thought of each completion is marked, too. A
+``MultiTurnEpisode`` marks the text of ``get_observation`` and the parts of a completion that ``public`` hides. The
+report shows marked text in its reader's prompts. With ``Arena(check_private=True)``, :class:`LeakError` stops the batch
+unless all of this holds:
 
 - no prompt of another actor holds a marked text, neither at the call nor according to the marks known at the end;
 - the client sampled each recorded completion of an actor for that actor;
@@ -75,6 +76,13 @@ class PrivateTexts:
         known.observation &= observation
         if known.readers is not None:
             known.readers |= frozenset(readers)
+
+    def add_thought(self, thought: str, actor: str, said: str, prompt: Messages) -> None:
+        """Mark what ``actor`` thought, unless it also ``said`` it, or quotes its prompt, whose secrets have marks."""
+        known = [normalize_text(text) for text in (said, *(text_of(message["content"]) for message in prompt))]
+        for part in hidden_parts(thought, ""):
+            if not any(contains_phrase(text, normalize_text(part)) for text in known):
+                self.add(part, [actor])
 
     def reveal(self, text: str) -> None:
         self.marks[normalize_text(text)] = Mark(text, None)

@@ -16,10 +16,10 @@ from turnwise.arena.runtime.recording_hooks import record_input
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted
 from turnwise.chat.continuation import Conversations
-from turnwise.chat.formats import OK, ChatFormat, ParsedCompletion, ToolCall
+from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import well_formed_texts
 from turnwise.chat.tools import build_arguments, by_name, schemas
-from turnwise.types import Actor, Messages, ModelResponse, Step
+from turnwise.types import OK, Actor, Messages, ModelResponse, ParsedCompletion, Step, ToolCall
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import name_of
 from turnwise.utils.signals import UserCodeError, error_text
@@ -53,16 +53,19 @@ async def call_with_tools(
     own = (actor.sampling or arena.sampling).stop_token_ids
     for number in range(actor.max_tool_rounds + 1):
         asked = chats.prompt(messages, tools)
+        last = number == actor.max_tool_rounds
         response = await call_model(
             actor.id,
             messages,
             prompt_token_ids=asked.ids,
             turn=turn,
+            format=format,
+            tools=() if last else tools,
             stop_token_ids=tuple(dict.fromkeys((*own, *format.stop_token_ids))),
         )
         step = None if context is None else context.state.trajectory[-1]
-        last = number == actor.max_tool_rounds
-        parsed = format.parse(response.completion_token_ids, () if last else tools, asked.ids)
+        parsed = response.parsed
+        assert parsed is not None, "the arena parses each completion"
         if step is not None:
             step.info[ROUND] = number
             if parsed.calls:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from turnwise.chat import ChatRenderer
+from turnwise.chat.thoughts import CALL_MARKS, find_thoughts
 from turnwise.chat.tokenizers import ends_of
 from turnwise.inference.common.http import LoopThread
 from turnwise.types import (
@@ -245,8 +247,11 @@ def stop_token_ids(request: ModelRequest, tokenizer: Tokenizer) -> tuple[int, ..
     return tuple(dict.fromkeys((*end, *ends_of(tokenizer), *request.sampling.stop_token_ids)))
 
 
-def stop_check(sampling: Sampling, tokenizer: Any) -> Callable[[Sequence[int]], bool] | None:
-    """Return a function that is true for completion ids whose end completes a stop string; ``None`` without any."""
+def stop_check(sampling: Sampling, tokenizer: Any, prompt: Sequence[int]) -> Callable[[Sequence[int]], bool] | None:
+    """Return a function that is true for completion ids whose end completes a stop string; ``None`` without any.
+
+    Stop strings count in the answer alone, not in a thought or in a call.
+    """
     if not sampling.stop:
         return None
     # A token may hold a single byte, and the first ones of the window may lack the bytes before them.
@@ -254,7 +259,12 @@ def stop_check(sampling: Sampling, tokenizer: Any) -> Callable[[Sequence[int]], 
 
     def stopped(ids: Sequence[int]) -> bool:
         text = tokenizer.decode(list(ids[-window:]), skip_special_tokens=False)
-        return any(stop in text for stop in sampling.stop)
+        if not any(stop in text for stop in sampling.stop):
+            return False
+        text, format = tokenizer.decode(list(ids), skip_special_tokens=False), ChatRenderer(tokenizer)
+        begun, marks = format.opens_thought(prompt), format.thought_marks
+        found = find_thoughts(text, begun=begun, ended=False, calls=CALL_MARKS, marks=marks)
+        return any(stop in found.answer_without_calls(text) for stop in sampling.stop)
 
     return stopped
 
@@ -264,7 +274,7 @@ def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> 
 
     The tokens that were sampled after it are dropped. What is left is what an engine that stops there would sample.
     """
-    stopped = stop_check(sampling, tokenizer)
+    stopped = stop_check(sampling, tokenizer, response.prompt_token_ids)
     ids = response.completion_token_ids
     end = next((end for end in range(1, len(ids) + 1) if stopped and stopped(ids[:end])), None)
     if end is None:

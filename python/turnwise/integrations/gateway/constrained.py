@@ -12,6 +12,11 @@ from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.threads import to_thread
 
 
+def form_of(ask: Ask) -> str:
+    """Return the field that asks for the form of the answer."""
+    return "tool_choice" if ask.choice.forced else "response_format"
+
+
 async def grammar_of(ask: Ask, prompt: Prompt, format: ChatFormat, arena: ArenaForHooks) -> Grammar | None:
     """Return the grammar of a request's answer; ``None`` if it asks for no form.
 
@@ -19,11 +24,10 @@ async def grammar_of(ask: Ask, prompt: Prompt, format: ChatFormat, arena: ArenaF
     """
     if ask.output is None and not ask.choice.forced:
         return None
-    field = "tool_choice" if ask.choice.forced else "response_format"
+    field = form_of(ask)
     if not capabilities_of(arena.client, ClientCapabilities).grammars:
         raise unsupported(field, f"{type(arena.client).__name__} can't constrain tokens")
-    tail = format.tokenizer.decode(list(prompt.ids[-8:]), skip_special_tokens=False).rstrip()
-    if tail.endswith("<think>"):
+    if format.opens_thought(prompt.ids):
         raise unsupported(field, "the prompt opens the model's reasoning, and a grammar allows none")
     if ask.messages[-1]["role"] == "assistant" and ask.continues_answer:
         raise unsupported(field, "the chat ends with a begun answer, and a grammar describes whole ones")

@@ -40,11 +40,10 @@ def parse_program(text: str) -> str | None:
 
     Example: ``parse_program("So:\\n```python\\ndef f(s):\\n    return s\\n```") == "def f(s):\\n    return s"``
     """
-    answer = text.rpartition("</think>")[2]
-    if blocks := _FENCED.findall(answer):
+    if blocks := _FENCED.findall(text):
         return blocks[-1].rstrip() or None
-    begins = _STARTS.search(answer)
-    return answer[begins.start() :].rstrip() if begins else None
+    begins = _STARTS.search(text)
+    return text[begins.start() :].rstrip() if begins else None
 
 
 def parse_cases(text: str, limit: int) -> list[Case]:
@@ -53,7 +52,7 @@ def parse_cases(text: str, limit: int) -> list[Case]:
     Example: ``parse_cases("Edge:\\nassert f([]) == 0", 4) == [Case(([],), 0)]``
     """
     cases: dict[str, Case] = {}
-    for line in text.rpartition("</think>")[2].splitlines():
+    for line in text.splitlines():
         case = _parse_case(line.strip("`-* \t\r").removeprefix("assert "))
         if case is not None:
             cases.setdefault(repr(case.arguments), case)

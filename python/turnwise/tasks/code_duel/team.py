@@ -70,7 +70,7 @@ class CodeDuelEpisode(ActingEpisode):
     program passes all hidden tests. The coder's own part is the share that it passes, which is also the team's value.
     The tester's own part is the score of its cases (:func:`~turnwise.tasks.code_duel.scoring.judge_cases`). ``rubric``
     has the same parts for the whole episode: the outcome for every actor, and the own part of its last action. No actor
-    sees another one's ``<think>`` text.
+    sees another one's thought.
 
     Example: ``CodeDuelEpisode(Sandbox(), sampler=TreeSampler(branches=8))`` for the team,
     ``CodeDuelEpisode(Sandbox(), actors=("coder",), max_turns=1)`` for one agent.

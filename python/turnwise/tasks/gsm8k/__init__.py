@@ -12,7 +12,6 @@ from turnwise.tasks.gsm8k.reader import (
     extract_answer,
     read_dataset,
     read_questions,
-    without_thoughts,
 )
 from turnwise.tasks.gsm8k.task import GSM8KEpisode, GSM8KOptions, GSM8KTask, QuestionOptions, QuestionTask
 
@@ -27,5 +26,4 @@ __all__ = [
     "extract_answer",
     "read_dataset",
     "read_questions",
-    "without_thoughts",
 ]

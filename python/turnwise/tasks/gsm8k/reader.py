@@ -112,12 +112,6 @@ def _read_record(record: Any) -> GSM8KQuestion:
     return GSM8KQuestion(record["question"].strip(), worked, answer, int(level[0]) if level else 0)
 
 
-def without_thoughts(text: str) -> str:
-    """Remove the text in ``<think>`` tags."""
-    # Some chat templates open the thought in the prompt, so only its end is here. A cut-off one has only its start.
-    return text.rpartition("</think>")[2].partition("<think>")[0].strip()
-
-
 def extract_answer(text: str) -> str | None:
     """Extract the normalised number on the line after the last ``####`` of ``text``; ``None`` without one.
 

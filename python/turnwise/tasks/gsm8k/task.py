@@ -21,7 +21,6 @@ from turnwise.tasks.gsm8k.reader import (
     extract_answer,
     read_dataset,
     read_questions,
-    without_thoughts,
 )
 from turnwise.types import Actor, EpisodeRequest, TaskCapabilities
 from turnwise.utils.files import PathText
@@ -166,12 +165,12 @@ class GSM8KEpisode(SingleTurnEpisode):
 
 def correct(completion: str, artifact: Any) -> dict[str, float]:
     """1.0 if the number after the last ``####`` is the answer."""
-    return {SOLVER: float(answers_match(extract_answer(without_thoughts(completion)), artifact["answer"]))}
+    return {SOLVER: float(answers_match(extract_answer(completion), artifact["answer"]))}
 
 
 def answered(completion: str) -> dict[str, float]:
     """1.0 if there is one number after ``####``."""
-    return {SOLVER: float(extract_answer(without_thoughts(completion)) is not None)}
+    return {SOLVER: float(extract_answer(completion) is not None)}
 
 
 class GSM8KOptions(QuestionOptions):

@@ -47,7 +47,7 @@ def read_problem(text: str, size: Size) -> str | None:
 
     Example: ``read_problem("Here: ((12+3))×4 = ?", Size()) == "(12 + 3) * 4"``
     """
-    for line in reversed(text.rpartition("</think>")[2].splitlines()):
+    for line in reversed(text.splitlines()):
         for expression in reversed(_EXPRESSION.findall(line[:LINE_CHARS])):
             if problem := _checked(expression.replace("\u00d7", "*").replace("\u2212", "-"), size):
                 return problem
@@ -56,7 +56,7 @@ def read_problem(text: str, size: Size) -> str | None:
 
 def read_answer(text: str) -> int | None:
     """Parse the last whole number in ``text``; ``None`` without one, or if it is longer than 15 characters."""
-    numbers = _NUMBER.findall(text.rpartition("</think>")[2].replace(",", "").replace("\u2212", "-"))
+    numbers = _NUMBER.findall(text.replace(",", "").replace("\u2212", "-"))
     return int(numbers[-1]) if numbers and len(numbers[-1]) <= 15 else None
 
 

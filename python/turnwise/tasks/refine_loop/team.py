@@ -101,10 +101,6 @@ class RefineLoopEpisode(ActingEpisode):
         parse_question(artifact["question"])  # an invalid question raises here, with its name
         state.data = {"question": artifact["question"], "draft": None, "review": None, "approved": False, "acts": {}}
 
-    def public(self, text: str) -> str:
-        # Some chat templates open the thought inside the prompt, so only its end shows.
-        return text.rpartition("</think>")[2]
-
     def build_messages(self, state: EpisodeState, arena: Any, artifact: Any) -> Messages:
         """Build the prompt from question, draft, round and, for the generator, the review. It has no history."""
         data, actor = state.data, state.current_actor
@@ -112,7 +108,7 @@ class RefineLoopEpisode(ActingEpisode):
         return [with_round(view_message(actor, view), state.turn, unread=self.is_unread(state))]
 
     def env_response(self, state: EpisodeState, arena: Any, artifact: Any) -> None:
-        text = self.public(state.last_completion_text)
+        text = state.last_completion_text
         if state.current_actor == CRITIC:
             self.add_act(state, self._criticize(state, text))
             return

@@ -53,18 +53,14 @@ def read_view(messages: Messages) -> SearchView:
 
 def parse_route(text: str) -> str | None:
     """Parse the last word ``"search"`` or ``"answer"`` in ``text``; ``None`` without one."""
-    words = _ROUTE.findall(_spoken(text))
+    words = _ROUTE.findall(text)
     return words[-1].lower() if words else None
 
 
 def parse_line(text: str) -> str | None:
     """Return the last line of ``text`` that is not blank, without a label such as ``Query:``; ``None`` without one."""
-    lines = [line.strip() for line in _spoken(text).splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (_LABEL.sub("", lines[-1]).strip("\"'` ")[:QUERY_CHARS] or None) if lines else None
-
-
-def _spoken(text: str) -> str:
-    return text.rpartition("</think>")[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

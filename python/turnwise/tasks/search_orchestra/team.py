@@ -52,7 +52,7 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
     route was right (to the answerer once everything needed is found). A searcher's own part is the share of the needed
     pages found so far. An answerer's own part is the outcome. By default all three earn the outcome. A tree sampler
     must score each action before the end is known, so there an action earns its own part. No actor sees another one's
-    ``<think>`` text.
+    thought.
 
     Example: ``SearchOrchestraEpisode(SearchIndex(passages), max_searches=3)``
     """

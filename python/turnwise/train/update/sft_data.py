@@ -43,6 +43,8 @@ class SFTRow:
     recorded: bool = False
     prompt_token_ids: Sequence[int] = ()
     completion_token_ids: Sequence[int] = ()
+    thought: str = ""
+    """What the model of a recorded row thought before its completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,8 @@ class RowReader:
             reason = self._reason_to_omit(data, step)
             if reason is None:
                 ids = step["prompt_token_ids"], step["completion_token_ids"]
-                yield SFTRow(
-                    _messages(step["prompt"], source), step["completion"], step["actor_id"], source, True, *ids
-                )
+                prompt, thought = _messages(step["prompt"], source), step.get("thought", "")
+                yield SFTRow(prompt, step["completion"], step["actor_id"], source, True, *ids, thought)
             else:
                 self.left_out[reason] += 1
         for child in data["children"]:
@@ -166,7 +167,10 @@ def tokenize(format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = Non
     """
     if prompt is None:
         prompt = _Look(format).prompt_ids(row.prompt)
-    completion = format.text_ids(row.completion) if row.recorded else format.encode(row.completion)
+    if row.recorded:
+        completion = format.begun_ids({"content": row.completion, "reasoning_content": row.thought}, prompt)
+    else:
+        completion = format.encode(row.completion)
     return Demonstration(prompt, [*completion, *format.end_token_ids])
 
 
@@ -289,7 +293,7 @@ def _as_recorded(look: _Look, row: SFTRow) -> Demonstration | None:
         return None
     texts = [message["content"] for message in row.prompt if message["role"] in (*SYSTEM_ROLES, "user")]
     shown, sampled = decode(prompt, skip_special_tokens=False), decode(completion, skip_special_tokens=True)
-    pairs = [*((text, shown) for text in texts), (row.completion, sampled)]
+    pairs = [*((text, shown) for text in texts), (row.thought, sampled), (row.completion, sampled)]
     reads = all("".join(text.split()) in "".join(whole.split()) for text, whole in pairs)
     if not reads or (look.opens_with_control and prompt[0] not in look.format.control.values()):
         return None

@@ -156,6 +156,8 @@ class ForeignGame(ABC):
 
     def read(self, text: str, view: PlayView) -> Any:
         """Return the action that a completion names. Raises :class:`InvalidActionError` if it names no legal one."""
+        if not text.strip():
+            raise InvalidActionError("no move in an empty answer")
         if self.parse is not None:
             with parsing():
                 action = self.parse(text, view.legal)

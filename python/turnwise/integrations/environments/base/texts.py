@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from turnwise.chat.thoughts import spoken
+
 LEGAL = "Legal moves:"
 """Begins the last line of a prompt whose moves are listed."""
 
@@ -44,12 +46,14 @@ def listed_moves(prompt: str) -> list[str]:
 def read_move(text: str, legal: Sequence[str]) -> str | None:
     """Return the legal move that ``text`` names last in brackets, or that is the whole text; ``None`` without one.
 
+    A thought in ``text`` names none.
+
     Case matters only where two legal moves differ in nothing else.
 
     Example: ``read_move("First [fold]? No: [Call].", ("fold", "call")) == "call"``
     """
     fold = str.casefold if len({move.casefold() for move in legal}) == len(legal) else str
-    words, names = fold(text), {fold(move): move for move in legal}
+    words, names = fold(spoken(text)), {fold(move): move for move in legal}
     places = {move: words.rfind(quoted(name)) for name, move in names.items()}
     if places and max(places.values()) >= 0:
         return max(places, key=lambda move: places[move])

@@ -1,0 +1,203 @@
+"""Finds the thoughts in a completion. Nothing else in turnwise looks for the marks of reasoning in a text.
+
+A thought may be begun by the prompt, come first, or come later; the limit may cut it. Marks inside a call's arguments
+are text. The rules:
+
+    begun or opened, closed            a thought; what follows is the answer
+    opened, never closed               the rest is a thought, and the completion has no answer
+    ... but it ends in calls           the calls count, if the model ended its turn there: it forgot the closing mark
+    ... in a plain answer that ended   text, if no thought came before: ``Write the <think> tag.``
+    closed, never opened               what came before is a thought, unless nothing follows
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+THINK = ("<think>", "</think>")
+MARKS: tuple[tuple[str, str], ...] = (
+    THINK,
+    ("<think:opensource>", "</think:opensource>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+)
+"""Opening and closing marks of reasoning, by which the model families write it. The first pair is the common one."""
+
+CALL_MARKS: tuple[tuple[str, str], ...] = (
+    ("<tool_call>", "</tool_call>"),
+    ("<tool_calls:opensource>", "</tool_calls:opensource>"),
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    ("<|tool_call>", "<tool_call|>"),
+)
+"""Opening and closing marks of calls. A mark of reasoning between them is part of an argument."""
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """The places of thoughts and answers in a text, as ``(start, end)``; the places of thoughts include their marks."""
+
+    answers: tuple[tuple[int, int], ...]
+    thoughts: tuple[tuple[int, int], ...] = ()
+    thought: str = ""
+    """The text of all thoughts, without marks."""
+    is_open: bool = False
+    """True if the text ends inside a thought."""
+    calls: tuple[tuple[int, int], ...] = ()
+    """The places of calls in the answers; one without an end reaches to the end of the text."""
+
+    def answer_without_calls(self, text: str) -> str:
+        """Return the text outside of thoughts and calls, also of an answer before a thought that is open."""
+        spoken = [index for start, end in self.answers for index in range(start, end)]
+        inside = {index for start, end in self.calls for index in range(start, end)}
+        return "".join(text[index] for index in spoken if index not in inside).lstrip()
+
+    def answer(self, text: str) -> str:
+        """Return the text outside of the thoughts; ``""`` if the text ends inside one."""
+        if self.is_open:
+            return ""
+        found = "".join(text[start:end] for start, end in self.answers)
+        return found.lstrip("\n") if self.thoughts else found
+
+
+def find_thoughts(
+    text: str, *, begun: bool = False, ended: bool = True, calls: Pairs = (), marks: Pairs = MARKS
+) -> Thoughts:
+    """Return the thoughts in the text of a completion.
+
+    ``begun`` means that the prompt opened a thought, ``ended`` that the model ended its turn itself, so that no limit
+    cut the text. ``calls`` are the marks of calls, if calls are read.
+    """
+    opens, closes, begins = _patterns(marks, calls)
+    thoughts: list[tuple[int, int]] = []
+    answers: list[tuple[int, int]] = []
+    found_calls: list[tuple[int, int]] = []
+    start, here, calls_end = 0, 0, 0
+    inside = begun
+    while True:
+        if inside:
+            close = closes.search(text, here)
+            if close is None:
+                break
+            thoughts.append((start, close.end()))
+            start = here = calls_end = close.end()
+            inside = False
+            continue
+        mark = begins.search(text, here)
+        if mark is None:
+            answers.append((start, len(text)))
+            break
+        if opens.fullmatch(mark[0]):
+            answers.append((start, mark.start()))
+            start, here, inside = mark.start(), mark.end(), True
+        elif closes.fullmatch(mark[0]):
+            here = mark.end()
+            if thoughts:
+                # After a thought: what was said since then, or since the last call, was another one.
+                if calls_end > start:
+                    answers.append((start, calls_end))
+                thoughts.append((max(start, calls_end), here))
+                start = calls_end = here
+            elif text[here:].strip() or not ended:
+                thoughts.append((0, here))
+                start, calls_end, answers, found_calls = here, here, [], []
+        else:
+            end = _end_of_call(text, mark, calls)
+            here = calls_end = len(text) if end is None else end
+            found_calls.append((mark.start(), here))
+    if not inside:
+        return _found(text, answers, thoughts, marks, calls=found_calls)
+
+    # The last thought is open.
+    first = not thoughts and not any(text[a:b].strip() for a, b in answers)
+    if ended and not begun and not first and not thoughts:
+        return _found(text, [(0, len(text))], [], marks)
+    if ended and calls and (place := _last_calls(text, start, calls)) is not None:
+        return _found(text, [*answers, (place, len(text))], [*thoughts, (start, place)], marks)
+    return _found(text, answers, [*thoughts, (start, len(text))], marks, is_open=True, calls=found_calls)
+
+
+def spoken(text: str) -> str:
+    """Return the answer in a text that a program got without its parse, such as one from another server.
+
+    Example: ``spoken("<think>A king?</think>fold") == "fold"``, and ``spoken("<think>I could raise") == ""``
+    """
+    return find_thoughts(text).answer(text)
+
+
+def opens_thought(text: str, marks: Pairs = MARKS, *, whole: bool = False) -> bool:
+    """True if a prompt that ends with ``text`` leaves a thought open: it ends with an opening mark.
+
+    With ``whole``, ``text`` is all that the assistant's turn has so far, and the mark may stand anywhere in it.
+    """
+    opens, closes, _ = _patterns(marks, ())
+    if not whole:
+        return any(text.rstrip().endswith(mark) for mark, _ in marks)
+    last = max((match.end() for match in opens.finditer(text)), default=-1)
+    return last >= 0 and closes.search(text, last) is None
+
+
+def marks_of(spellings: Iterable[str]) -> Pairs:
+    """Return the marks of a tokenizer with these added tokens: the common pair, and those it has a token for."""
+    known = set(spellings)
+    return tuple(pair for pair in MARKS if pair == THINK or pair[1] in known)
+
+
+def _found(
+    text: str,
+    answers: Sequence[tuple[int, int]],
+    thoughts: Sequence[tuple[int, int]],
+    marks: Pairs,
+    *,
+    is_open: bool = False,
+    calls: Sequence[tuple[int, int]] = (),
+) -> Thoughts:
+    opens, closes, _ = _patterns(marks, ())
+    texts = []
+    for start, end in thoughts:
+        inside = text[start:end]
+        opened = opens.match(inside.lstrip())
+        inside = inside.lstrip()[opened.end() :] if opened else inside
+        closed = [match.start() for match in closes.finditer(inside)]
+        texts.append((inside[: closed[-1]] if closed else inside).strip("\n"))
+    kept = tuple((start, end) for start, end in answers if start < end)
+    thought = "\n\n".join(part for part in texts if part.strip())
+    return Thoughts(kept, tuple(thoughts), thought, is_open, tuple(calls))
+
+
+@lru_cache(maxsize=64)
+def _patterns(marks: Pairs, calls: Pairs) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Return the patterns of opening marks, of closing marks, and of all that matters in an answer."""
+    opens, closes = ([mark[side] for mark in marks] for side in (0, 1))
+    every = [*opens, *closes, *(mark for mark, _ in calls)]
+    # The longest first, as one mark may begin another.
+    opened, closed, all_ = (
+        re.compile("|".join(map(re.escape, sorted(group, key=len, reverse=True)))) for group in (opens, closes, every)
+    )
+    return opened, closed, all_
+
+
+def _end_of_call(text: str, mark: re.Match[str], calls: Pairs) -> int | None:
+    """Return the end of the call that begins with ``mark``; ``None`` if it has no end."""
+    end = text.find(dict(calls)[mark[0]], mark.end())
+    return None if end < 0 else end + len(dict(calls)[mark[0]])
+
+
+def _last_calls(text: str, start: int, calls: Pairs) -> int | None:
+    """Return where the calls begin with which ``text`` ends; ``None`` if it doesn't end in a call."""
+    place, end = None, len(text.rstrip())
+    while (pair := next((pair for pair in calls if text.endswith(pair[1], start, end)), None)) is not None:
+        opened = text.rfind(pair[0], start, end - len(pair[1]))
+        if opened < 0:
+            break
+        place, end = opened, len(text[:opened].rstrip())
+    return place

@@ -1,0 +1,126 @@
+"""A completion's thought, answer and calls: what begins and ends a thought, in every family, finished and cut."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken
+
+from turnwise.chat import ChatRenderer
+from turnwise.chat.formats import EXAMPLE_TOOL, ChatFormat
+from turnwise.chat.known_formats import chat_format
+from turnwise.chat.thoughts import CALL_MARKS, find_thoughts, spoken
+
+from .families import chat_tokenizer, installed_families
+
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
+MARKED = '<tool_call>{"name": "look", "arguments": {"at": "a </think> b <think> c"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [
+        ("4", "", "4"),
+        ("<think>\nhm\n</think>\n\n4", "hm", "4"),
+        (" <think>hm</think>4", "hm", " 4"),
+        ("<think>a</think>4, or <think>b</think>5", "a\n\nb", "4, or 5"),
+        ("<think>a</think>b</think>4", "a\n\nb", "4"),
+        ("a</think>4", "a", "4"),
+        ("4 </think>", "", "4 </think>"),
+        ("<think>hm, 4", "hm, 4", None),
+        ("<think>a</think>4 <think>or 5", "a\n\nor 5", None),
+        ("Write the <think> tag.", "", "Write the <think> tag."),
+        ("<think>a <think> b</think>4", "a <think> b", "4"),
+        ("<think></think>4", "", "4"),
+        ("", "", ""),
+    ],
+)
+def test_the_thought_and_the_answer_of_a_text(text: str, thought: str, answer: str | None) -> None:
+    found = find_thoughts(text)
+    assert (found.thought, found.answer(text), found.is_open) == (thought, answer or "", answer is None)
+    assert spoken(text) == (answer or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [("hm</think>4", "4"), ("hm <think> 4", None), ("<think>hm</think>4", "4")]
+)
+def test_the_prompt_began_the_thought(text: str, answer: str | None) -> None:
+    found = find_thoughts(text, begun=True)
+    assert (found.answer(text), found.is_open) == (answer or "", answer is None)
+
+
+@pytest.mark.parametrize("text", ["4 <think>or", "4</think>", "<think>4"])
+def test_a_cut_text_that_may_be_a_thought_has_no_answer(text: str) -> None:
+    assert find_thoughts(text, ended=False).answer(text) == ""
+
+
+def test_marks_in_a_call_are_text() -> None:
+    text = f"<think>a</think>So: {MARKED} done <think>b</think>"
+    found = find_thoughts(text, calls=CALL_MARKS)
+    assert (found.thought, found.answer(text)) == ("a\n\nb", f"So: {MARKED} done ")
+    assert found.answer_without_calls(text) == "So:  done "
+
+
+@pytest.fixture(params=installed_families())
+def format(request: pytest.FixtureRequest) -> ChatFormat:
+    return chat_format(chat_tokenizer(request.param))
+
+
+def written_call(format: ChatFormat) -> str:
+    """Return a call as the family's template writes it."""
+    chat = [{"role": "user", "content": "Look."}]
+    call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"at": "y"}}}
+    ids = format.prompt_ids([*chat, {"role": "assistant", "content": "", "tool_calls": [call]}], [EXAMPLE_TOOL])
+    text = format.tokenizer.decode(ids, skip_special_tokens=False)
+    begin = text.rindex("<tool_call>" if "</tool_call>" in text else '{"name": "look"')
+    return (
+        text[begin : text.index("</tool_call>", begin) + 12]
+        if "</tool_call>" in text
+        else text[begin : text.index("<|", begin)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "thought", "answer", "calls"),
+    [
+        ("a</think>\n\n4", True, "a", "4", 0),
+        ("a {call} b</think>\n\n4", True, "a {call} b", "4", 0),
+        ("a</think>\n\nSo. <think>b {call} c</think>\n\n4", True, None, "So. 4", 0),
+        ("a</think>\n\n{call}", True, "a", "", 1),
+        ("a {call} b", False, "a {call} b", None, 0),
+        ("a {call}", False, "a {call}", None, 0),
+        ("a {call}", True, "a", "", 1),
+        ("a, so 4", True, "a, so 4", None, 0),
+        ("a</think>\n\n4 <think>b {call}", False, None, None, 0),
+        ("a</think>\n\n4", False, "a", "4", 0),
+    ],
+)
+def test_no_family_reads_an_answer_or_a_call_in_a_thought(
+    format: ChatFormat, text: str, ended: bool, thought: str | None, answer: str | None, calls: int
+) -> None:
+    call = written_call(format)
+    if not call.startswith("<tool_call>") and ended and answer != "4":
+        return  # this family's calls have no marks, so one at the end of a thought is part of it
+    prompt = format.prompt_ids([{"role": "user", "content": "Say <think>."}], [EXAMPLE_TOOL])
+    begun = "" if format.opens_thought(prompt) else "<think>"
+    ids = format.encode(begun + text.replace("{call}", call))
+    found = format.parse([*ids, format.stop_token_ids[0]] if ended else ids, [EXAMPLE_TOOL], prompt)
+    assert [one.status for one in found.calls] == ["ok"] * calls
+    assert (" ".join(found.answer.split()), found.in_thought) == (answer or "", answer is None)
+    assert found.finished == (ended and answer is not None)
+    if thought is not None:
+        assert found.thought.strip() == thought.replace("{call}", call).strip()
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("opens", [False, True])
+def test_marks_count_whether_or_not_the_tokenizer_hides_them(special: bool, opens: bool) -> None:
+    tokenizer = chat_tokenizer("template")
+    tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in ("<think>", "</think>")])
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}" if opens else ""
+    format = ChatRenderer(tokenizer)
+    prompt = format.prompt_ids([{"role": "user", "content": "Think in <think>."}])
+    assert format.opens_thought(prompt) == opens
+    ids = [*format.encode(("" if opens else "<think>") + "my secret</think>B"), *format.end_token_ids]
+    found = format.parse(ids, (), prompt)
+    assert (found.thought, found.answer) == ("my secret", "B")
+    assert format.parse(ids[:3], (), prompt).in_thought
