@@ -47,7 +47,7 @@ from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, Addition, ablate
-from turnwise.train.eval.evaluate import Evaluation, describe
+from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.health.start import check_start
 from turnwise.train.league.build import past_models
 from turnwise.train.log.run_log import RunLog
@@ -66,7 +66,7 @@ from turnwise.train.run_folder import RunLock, check_records
 from turnwise.train.update.teaching import Teaching
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
-from turnwise.utils.threads import run_to_end
+from turnwise.utils.threads import run_in_program
 
 
 class TaskArena(Arena):
@@ -117,8 +117,8 @@ class Run:
             for task in dict.fromkeys(request.meta.get(TASK) for request in asked):
                 own = [request for request in asked if request.meta.get(TASK) == task]
                 metric = f"{task}/{SUCCESS}" if task in self.config.tasks else self.task.success_metric
-                run_to_end(check_start(self.trainer, own, metric))
-            progress = run_to_end(self.trainer.run())
+                run_in_program(check_start(self.trainer, own, metric))
+            progress = run_in_program(self.trainer.run())
             if list_checkpoints(self.trainer.checkpoints):  # they hold what the warm start has taught
                 shutil.rmtree(self.trainer.config.run_dir / WARM_START, ignore_errors=True)
             changed = own_bases(self.config)
@@ -138,13 +138,13 @@ class Run:
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
         """Evaluate success on the held-out questions with the trainer's present weights, by default greedily."""
-        return run_to_end(self._evaluate(sampling, samples, []))[0]
+        return run_in_program(self._evaluate(sampling, samples, []))[0]
 
     def ablate(
         self, ablations: Sequence[Ablation], sampling: Sampling | None = None, *, samples: int = 1
     ) -> tuple[Evaluation, list[Addition]]:
         """Evaluate as :meth:`evaluate` does, and without each actor of ``ablations`` and with it alone."""
-        return run_to_end(self._evaluate(sampling, samples, ablations))
+        return run_in_program(self._evaluate(sampling, samples, ablations))
 
     async def _evaluate(
         self, sampling: Sampling | None, samples: int, ablations: Sequence[Ablation]
@@ -161,12 +161,12 @@ class Run:
                 await self.arena.workers.close()
             await self.arena.client.close()
 
-        run_to_end(close())
+        run_in_program(close())
         self.trainer.learner.stop()
 
 
 def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
-    """Build and train a run, and print the held-out success at the end.
+    """Build and train a run. At the end, write the held-out success to ``held_out.json`` in its folder, and print it.
 
     The run resumes from the newest checkpoint of its folder, if there is one and ``config.resume`` is on. With a
     ``mesh`` of several ranks (:func:`~turnwise.run.ranks.join_ranks`) this is rank 0, and the others
@@ -191,10 +191,7 @@ def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
         if run.trainer.interrupted:
             log.note(f"stopped; run the same command again to go on from {run.trainer.checkpoints}")
         else:
-            held_out = run.evaluate()
-            log.note(f"held-out {describe(held_out)}")
-            for name, one in held_out.by_task.items():
-                log.note(f"  {name}: {one.mean:.1%} (95% interval {one.low:.1%}–{one.high:.1%})")
+            log.held_out(progress.step, run.evaluate())
         return run
 
 

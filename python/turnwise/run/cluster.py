@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.league.build import groups_of
 from turnwise.train.model.loading import TINY, check_models
+from turnwise.utils.output import tell
 
 EXIT_LATER = 75
 """Exit code of a run that lost its cluster, and can continue on another: EX_TEMPFAIL of sysexits.h."""
@@ -46,7 +46,7 @@ def train_on_cluster(config: TrainConfig) -> int:
         try:
             return Supervisor(config, backend, roles, commands_of(config, models)).run()
         except ClusterLost as error:
-            print(f"turnwise: {error}; the same command goes on from the newest checkpoint", file=sys.stderr)
+            tell(f"{error}; the same command goes on from the newest checkpoint")
             return EXIT_LATER
 
 

@@ -8,15 +8,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from pathlib import Path
 from random import Random
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.episode import check_episode, only_actor
 from turnwise.arena.setup import check_actor
 from turnwise.types import Actor, EpisodeRequest, Message, Messages, TaskCapabilities, capabilities_of
+from turnwise.utils.files import expanded
 from turnwise.utils.registry import did_you_mean
 
 T = TypeVar("T")
@@ -150,6 +152,13 @@ class TaskOptions(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     seed: int = 0
+
+    @field_validator("*")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return [cls._expand(each) for each in value]
+        return expanded(value) if isinstance(value, Path) else value
 
     @model_validator(mode="before")
     @classmethod

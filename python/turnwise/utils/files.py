@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 from turnwise.utils.values import check_texts
 
@@ -22,6 +22,30 @@ EVENTS = Path("cluster") / "events.jsonl"
 
 KEY_VARIABLE = "TURNWISE_CLUSTER_KEY"
 """Environment variable with the secret of a run, with which its processes authenticate each other."""
+
+
+AnyPath = TypeVar("AnyPath", str, Path)
+
+
+def expanded(path: AnyPath) -> AnyPath:
+    """Return ``path`` with the home folder in place of a ``~`` or ``~user`` at its start."""
+    return type(path)(os.path.expanduser(path))
+
+
+class _Expanded:
+    """Marks a field of a pydantic model whose values are :func:`expanded`."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(expanded, handler(source))
+
+
+PathText = Annotated[str, _Expanded()]
+"""Type of an option that names a file or folder and stays a text, as it may also be another name."""
+
+FilePath = Annotated[Path, _Expanded()]
+"""Type of an option that is a path."""
 
 
 @contextmanager

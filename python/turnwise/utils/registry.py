@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.utils.code_files import file_of, search_working_folder
+from turnwise.utils.output import tell
 
 _CODE = re.compile(r"(\w+:)?[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """A name that :func:`import_by_name` would import, or that with the prefix of another package's tasks."""
@@ -109,7 +110,7 @@ def announce_code(settings: Any, what: str = "is imported") -> None:
         file = files.get(name.split(":")[-2])
         named.append(f"{key} = {name!r}" + (f" ({file})" if file else ""))
     if named:
-        print(f"turnwise: the config can name code, which {what} here: {', '.join(named)}", file=sys.stderr)
+        tell(f"the config can name code, which {what} here: {', '.join(named)}")
 
 
 def code_files(settings: Any) -> dict[str, str]:

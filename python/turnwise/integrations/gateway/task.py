@@ -18,7 +18,7 @@ from turnwise.integrations.gateway.replay import ReplayedEpisode
 from turnwise.integrations.gateway.settings import settings_of
 from turnwise.tasks.own import OwnOptions, OwnTask, texts_in
 from turnwise.types import TaskCapabilities
-from turnwise.utils.files import read_json_lines
+from turnwise.utils.files import PathText, read_json_lines
 from turnwise.utils.registry import import_by_name
 from turnwise.utils.values import check_texts
 
@@ -41,7 +41,7 @@ class GatewayOptions(OwnOptions):
 
     name: str = ""
     gateway: dict[str, Any] = Field(default_factory=dict)
-    questions: str = ""
+    questions: PathText = ""
     actors: list[str] = Field(default_factory=list)
     rubric: str = ""
     success_metric: str = ""

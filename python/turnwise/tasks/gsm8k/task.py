@@ -24,6 +24,7 @@ from turnwise.tasks.gsm8k.reader import (
 )
 from turnwise.tasks.questions import QuestionSet, identity_of
 from turnwise.types import Actor, EpisodeRequest, TaskCapabilities
+from turnwise.utils.files import PathText
 
 
 class QuestionOptions(TaskOptions):
@@ -34,9 +35,9 @@ class QuestionOptions(TaskOptions):
     its split ``test``. Without either, 1 question in 10 is kept for evaluation. 1 in 10 is always kept for validation.
     """
 
-    path: str | None = None
-    eval_path: str | None = None
-    dataset: str | None = None
+    path: PathText | None = None
+    eval_path: PathText | None = None
+    dataset: PathText | None = None
     subset: str | None = None
     max_tokens: int = Field(default=256, ge=1)
 

@@ -37,6 +37,7 @@ from turnwise.tasks.search_orchestra.prompts import (
     view_message,
 )
 from turnwise.types import EpisodeState, Messages
+from turnwise.utils.files import PathText
 
 TEAM = (VERIFIER, SEARCHER, ANSWERER)
 
@@ -199,8 +200,8 @@ class SearchOrchestraOptions(TaskOptions):
     and a team searches at most ``max_searches`` times. ``quality`` is the chance that a demonstrated reply is right.
     """
 
-    corpus: str | None = None
-    questions: str | None = None
+    corpus: PathText | None = None
+    questions: PathText | None = None
     hops: int = Field(default=2, ge=1, le=MAX_HOPS)
     max_searches: int = Field(default=3, ge=1)
     passages: int = Field(default=2, ge=1)

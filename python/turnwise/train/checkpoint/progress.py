@@ -11,6 +11,7 @@ from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError, hold
 from turnwise.train.config.policies import steps_in_training
 from turnwise.train.config.schema import TrainConfig
+from turnwise.utils.files import expanded
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ def find_checkpoint(root: Path, which: str | Path) -> Path:
     """
     if str(which) not in NAMED:
         inside = root / which
-        found = inside if inside.is_dir() else Path(which)
+        found = inside if inside.is_dir() else expanded(Path(which))
         hold(found)
         return found
     while True:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from turnwise.train.config import nulls
 from turnwise.train.config.policies import OptimizerConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
+from turnwise.utils.files import expanded
 from turnwise.utils.registry import code_files, did_you_mean
 
 EXTENDS = "extends"
@@ -52,7 +53,7 @@ def raw_settings(
     path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()
 ) -> dict[str, Any]:
     """Return the settings of a file and its overrides as plain data, values as written; imports nothing."""
-    data = {} if path is None else _read(Path(path), ())
+    data = {} if path is None else _read(expanded(Path(path)), ())
     for key, value in dict(overrides).items():
         set_value(data, split_key(key), value)
     return data
@@ -90,7 +91,7 @@ def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
         return data
     if not isinstance(parent, str):
         raise ConfigError(f"config file {str(file)!r}: {EXTENDS} = {parent!r}: expected the name of a file")
-    return _merged(_read(file.parent / parent, (*before, file.resolve())), data)
+    return _merged(_read(file.parent / expanded(parent), (*before, file.resolve())), data)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
