@@ -153,7 +153,7 @@ class Distillation:
         for sample in samples:
             if sample.actor in self.teachers:
                 steps[sample.rollout_id][sample.step_index].advantage = 0.0
-                if self.scores and TOKENS not in sample.info:
+                if TOKENS not in sample.info:
                     causes[sample.rollout_id, sample.step_index] = "untaught"
         return causes
 

@@ -264,7 +264,9 @@ class KnownFormat(ChatFormat):
         parser, given, shown = self._renderer_of(self.tokenizer), list(prompt) or None, list(tools) or None
         ids = [*closing, *spoken] if begun and thought else spoken
         parsed = parser.parse_response(ids, tools=shown, prompt_ids=given)
-        if thought and (parsed.reasoning_content or not parsed.reasoning_complete):
+        # Some parsers take an answer without any mark for a thought. Where the marks are tokens, their absence decides.
+        plain = not begun and len(closing) == 1
+        if (thought or plain) and (parsed.reasoning_content or not parsed.reasoning_complete):
             ids = [*opening, *closing, *spoken]
             parsed = parser.parse_response(ids, tools=shown, prompt_ids=given)
         return parsed, ids
