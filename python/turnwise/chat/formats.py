@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import Any
 
-from turnwise.chat.messages import ChatError, Tool, results_in_order, tool_names, well_formed_texts
+from turnwise.chat.calls.reading import HERMES_TEXT
+from turnwise.chat.messages import ChatError, Tool, results_in_order
 from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
 from turnwise.chat.thoughts import MARKS as THOUGHT_MARKS
 from turnwise.chat.thoughts import THINK, Pairs, find_thoughts, marks_of, opens_thought
 from turnwise.chat.tokenizers import TokenBytes, ends_of
-from turnwise.types import OK, Message, Messages, ParsedCompletion, ToolCall
+from turnwise.types import Message, Messages, ParsedCompletion
 
 CALL_MARKS = ("<tool_call>", "</tool_call>")
-MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CALL_MARKS])
+CHANNEL_TOKENS = ("<|channel>", "<|channel|>", "<|message|>")
+MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CHANNEL_TOKENS, *CALL_MARKS])
 """Marks of reasoning and calls, which are read from a completion even if the tokenizer has them as special tokens."""
 
+LONGEST_MARK = 64
+"""Tokens at the end of a prompt that may hold a mark of reasoning."""
 MAX_TOOL_SETS = 64
 """Lists of tools whose renderings a format keeps."""
-MAX_DEPTH = 64
-"""Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
 
 
 class ChatFormat(ChatEncoder):
@@ -205,10 +203,12 @@ class ChatFormat(ChatEncoder):
         marks = {index for spelling, index in self.control.items() if spelling not in MARKS}
         return {*marks, self.tokenizer.eos_token_id}
 
-    def _written_after(self, first: Messages, second: Messages, tools: Sequence[Tool] = ()) -> list[int]:
+    def _written_after(
+        self, first: Messages, second: Messages, tools: Sequence[Tool] = (), *, add_generation_prompt: bool = False
+    ) -> list[int]:
         """Return what the template writes behind the text in which two chats differ."""
         try:
-            one, other = (self._ids(chat, tools, False)[::-1] for chat in (first, second))
+            one, other = (self._ids(chat, tools, add_generation_prompt)[::-1] for chat in (first, second))
         except Exception:  # a template may raise anything for a chat that it doesn't expect
             return []
         same = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
@@ -258,18 +258,19 @@ class ChatFormat(ChatEncoder):
             text,
             begun=self.opens_thought(prompt),
             ended=ended,
-            calls=(CALL_MARKS,) if tools else (),
+            calls=HERMES_TEXT if tools else None,
             marks=self.thought_marks,
         )
         answer = found.answer(text)
         if found.is_open or not tools:
             return ParsedCompletion(answer, found.thought, (), found.is_open, ended and not found.is_open)
-        return replace(read_calls(answer, tools), thought=found.thought, finished=ended)
+        content, read = HERMES_TEXT.read(answer, tools)
+        return ParsedCompletion(content, found.thought, read, finished=ended, written=answer if read else None)
 
     @cached_property
     def hidden_marks(self) -> frozenset[int]:
-        """The marks of reasoning and calls that are special tokens of the tokenizer: a decoded text lacks them."""
-        return frozenset(token for spelling, token in self.control.items() if spelling in MARKS)
+        """The control tokens that end no turn: some families mark reasoning by them, and a decoded text lacks them."""
+        return frozenset(self.control.values()) - set(self.stop_token_ids)
 
     @cached_property
     def _visible_ends(self) -> dict[int, str]:
@@ -289,18 +290,33 @@ class ChatFormat(ChatEncoder):
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """True if the prompt leaves a thought open, which the completion goes on with."""
-        turns = self._turn_tokens
-        begin = next((place for place in range(len(prompt), 0, -1) if prompt[place - 1] in turns), None)
-        # After the control token that began the assistant's turn, all text is the assistant's.
-        tail = prompt[-16:] if begin is None else prompt[begin:]
+        # After what begins the assistant's turn, all text is the assistant's.
+        tokens, words = self._turn_begins
+        begin = next((place for place in range(len(prompt), 0, -1) if prompt[place - 1] in tokens), 0)
+        tail = prompt[begin:] if begin or words else prompt[-LONGEST_MARK:]
         text = self.tokenizer.decode(list(tail), skip_special_tokens=False)
-        return opens_thought(text, self.thought_marks, whole=begin is not None)
+        place = text.rfind(words) + len(words) if words and words in text else 0
+        return opens_thought(text[place:], self.thought_marks, whole=bool(begin or place))
 
     @cached_property
-    def _turn_tokens(self) -> set[int]:
-        """The control tokens that may begin an assistant's turn."""
-        first = getattr(self.tokenizer, "bos_token_id", None)
-        return {token for spelling, token in self.control.items() if spelling not in MARKS and token != first}
+    def _turn_begins(self) -> tuple[set[int], str]:
+        """The control tokens that may begin an assistant's turn; without any, the words that do."""
+        marks = {index for spelling, index in self.control.items() if spelling not in MARKS}
+        written = self._begin_after([], {"role": "user"})
+        if tokens := marks.intersection(written):
+            return tokens | marks.intersection(self._begin_after(EXAMPLE_CHAT[1:-1], EXAMPLE_CHAT[-1])), ""
+        words = self.tokenizer.decode(written, skip_special_tokens=False)
+        ends = [place for mark, _ in self.thought_marks if (place := words.find(mark)) >= 0]
+        return set(), words[: min(ends, default=len(words))].strip()
+
+    def _begin_after(self, before: Messages, last: Message) -> list[int]:
+        """Return what the template writes between the text of a chat's last message and the assistant's answer."""
+        tools = [EXAMPLE_TOOL] if before else []
+        for content in CONTENTS:
+            one, other = ([*before, {**last, "content": content(text)}] for text in ("x", "yz 1"))
+            if written := self._written_after(one, other, tools, add_generation_prompt=True):
+                return written
+        return []
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -318,60 +334,3 @@ class ChatRenderer(ChatFormat):
     """
 
     guards_marks = False
-
-
-_CALL = re.compile(r"\s*<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-
-
-def read_calls(text: str, tools: Sequence[Tool]) -> ParsedCompletion:
-    """Parse calls that are written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    calls, kept = [], []
-    end = 0
-    for match in _CALL.finditer(text):
-        kept.append(text[end : match.start()])
-        end = match.end()
-        call = read_call(match[1].strip(), tools, closed=bool(match[2]))
-        calls.append(call)
-        if call.status != OK:
-            kept.append(match[0])
-    written = text if calls else None
-    return ParsedCompletion("".join([*kept, text[end:]]), calls=tuple(calls), written=written)
-
-
-def read_call(raw: str, tools: Sequence[Tool], *, closed: bool = True) -> ToolCall:
-    """Parse the JSON of one call."""
-    if not closed:
-        return ToolCall("", {}, raw, "unclosed_block")
-    try:
-        parsed = json.loads(raw)
-    except (ValueError, RecursionError):
-        return ToolCall("", {}, raw, "invalid_json")
-    if not isinstance(parsed, dict):
-        return ToolCall("", {}, raw, "malformed_structure")
-    return checked_call(parsed.get("name"), parsed.get("arguments", {}), raw, tools)
-
-
-def checked_call(name: Any, arguments: Any, raw: str, tools: Sequence[Tool], status: str = OK) -> ToolCall:
-    """Return a call whose name and arguments were read, with the first reason why it is no call of a known tool."""
-    is_known = isinstance(name, str) and name in tool_names(tools)
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            status = "invalid_json" if status == OK else status
-    if name and not is_known:
-        status = "unknown_tool"
-    elif status == OK and not is_known:
-        status = "missing_name"
-    elif status == OK and not (isinstance(arguments, Mapping) and _is_plain(arguments, MAX_DEPTH)):
-        status = "malformed_structure"
-    arguments = well_formed_texts(arguments) if status == OK else arguments
-    return ToolCall(str(name or ""), dict(arguments) if isinstance(arguments, Mapping) else {}, raw, status)
-
-
-def _is_plain(value: Any, levels: int) -> bool:
-    """Return True if a JSON value has at most ``levels`` levels, and all its numbers are finite."""
-    if not isinstance(value, (Mapping, list)):
-        return not isinstance(value, float) or math.isfinite(value)
-    parts = value.values() if isinstance(value, Mapping) else value
-    return levels > 0 and all(_is_plain(part, levels - 1) for part in parts)

@@ -13,9 +13,11 @@ are text. The rules:
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 THINK = ("<think>", "</think>")
 MARKS: tuple[tuple[str, str], ...] = (
@@ -28,6 +30,9 @@ MARKS: tuple[tuple[str, str], ...] = (
 )
 """Opening and closing marks of reasoning, by which the model families write it. The first pair is the common one."""
 
+CHANNELS = tuple((f"<|channel|>{name}", "<|channel|>final<|message|>") for name in ("analysis", "commentary"))
+"""The marks of gpt-oss: all before its last channel is a thought."""
+
 CALL_MARKS: tuple[tuple[str, str], ...] = (
     ("<tool_call>", "</tool_call>"),
     ("<tool_calls:opensource>", "</tool_calls:opensource>"),
@@ -39,7 +44,37 @@ CALL_MARKS: tuple[tuple[str, str], ...] = (
 )
 """Opening and closing marks of calls. A mark of reasoning between them is part of an argument."""
 
+_TEXT = re.compile(r"\S")
+MOST_CALLS = 64
+"""Calls at the end of a thought that are tried as the last ones."""
+
 Pairs = tuple[tuple[str, str], ...]
+
+
+class CallPlaces(Protocol):
+    """Finds calls in a text."""
+
+    @property
+    def opening(self) -> re.Pattern[str]: ...
+
+    def end_of(self, text: str, start: int) -> int | None:
+        """Return the end of the call that begins at ``start``; ``None`` if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """Calls between pairs of marks, where no more is known of them."""
+
+    pairs: Pairs
+
+    @property
+    def opening(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(mark) for mark, _ in self.pairs))
+
+    def end_of(self, text: str, start: int) -> int | None:
+        closing = next(closing for mark, closing in self.pairs if text.startswith(mark, start))
+        end = text.find(closing, start)
+        return None if end < 0 else end + len(closing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +92,16 @@ class Thoughts:
 
     def answer_without_calls(self, text: str) -> str:
         """Return the text outside of thoughts and calls, also of an answer before a thought that is open."""
-        spoken = [index for start, end in self.answers for index in range(start, end)]
-        inside = {index for start, end in self.calls for index in range(start, end)}
-        return "".join(text[index] for index in spoken if index not in inside).lstrip()
+        kept, calls = [], deque(self.calls)
+        for start, end in self.answers:
+            while calls and calls[0][0] < end:
+                kept.append(text[start : calls[0][0]])
+                start = max(start, min(calls[0][1], end))
+                if calls[0][1] > end:
+                    break
+                calls.popleft()
+            kept.append(text[start:end])
+        return "".join(kept)
 
     def answer(self, text: str) -> str:
         """Return the text outside of the thoughts; ``""`` if the text ends inside one."""
@@ -70,19 +112,26 @@ class Thoughts:
 
 
 def find_thoughts(
-    text: str, *, begun: bool = False, ended: bool = True, calls: Pairs = (), marks: Pairs = MARKS
+    text: str,
+    *,
+    begun: bool = False,
+    ended: bool = True,
+    calls: CallPlaces | Pairs | None = None,
+    marks: Pairs = MARKS,
 ) -> Thoughts:
     """Return the thoughts in the text of a completion.
 
     ``begun`` means that the prompt opened a thought, ``ended`` that the model ended its turn itself, so that no limit
-    cut the text. ``calls`` are the marks of calls, if calls are read.
+    cut the text. ``calls`` finds calls, if calls are read; or it holds their marks.
     """
-    opens, closes, begins = _patterns(marks, calls)
+    places = _Paired(calls) if isinstance(calls, tuple) and calls else calls or None
+    assert not isinstance(places, tuple)
+    opens, closes, begins = _patterns(marks, places.opening.pattern if places else "")
     thoughts: list[tuple[int, int]] = []
     answers: list[tuple[int, int]] = []
     found_calls: list[tuple[int, int]] = []
     start, here, calls_end = 0, 0, 0
-    inside = begun
+    inside = begun or (not ended and _begins_mark(text, marks))
     while True:
         if inside:
             close = closes.search(text, here)
@@ -107,13 +156,18 @@ def find_thoughts(
                     answers.append((start, calls_end))
                 thoughts.append((max(start, calls_end), here))
                 start = calls_end = here
-            elif text[here:].strip() or not ended:
+            elif _TEXT.search(text, here) or not ended:
                 thoughts.append((0, here))
                 start, calls_end, answers, found_calls = here, here, [], []
         else:
-            end = _end_of_call(text, mark, calls)
+            if found_calls and found_calls[-1][1] == len(text):
+                here = mark.end()
+                continue
+            end = places.end_of(text, mark.start()) if places else None
             here = calls_end = len(text) if end is None else end
             found_calls.append((mark.start(), here))
+            if end is None and _opens_next(text, mark.end(), marks):
+                here = calls_end = mark.end()  # a call without an end hides no thought
     if not inside:
         return _found(text, answers, thoughts, marks, calls=found_calls)
 
@@ -121,7 +175,7 @@ def find_thoughts(
     first = not thoughts and not any(text[a:b].strip() for a, b in answers)
     if ended and not begun and not first and not thoughts:
         return _found(text, [(0, len(text))], [], marks)
-    if ended and calls and (place := _last_calls(text, start, calls)) is not None:
+    if ended and places and (place := _last_calls(text, start, places)) is not None:
         return _found(text, [*answers, (place, len(text))], [*thoughts, (start, place)], marks)
     return _found(text, answers, [*thoughts, (start, len(text))], marks, is_open=True, calls=found_calls)
 
@@ -139,7 +193,7 @@ def opens_thought(text: str, marks: Pairs = MARKS, *, whole: bool = False) -> bo
 
     With ``whole``, ``text`` is all that the assistant's turn has so far, and the mark may stand anywhere in it.
     """
-    opens, closes, _ = _patterns(marks, ())
+    opens, closes, _ = _patterns(marks, "")
     if not whole:
         return any(text.rstrip().endswith(mark) for mark, _ in marks)
     last = max((match.end() for match in opens.finditer(text)), default=-1)
@@ -149,7 +203,21 @@ def opens_thought(text: str, marks: Pairs = MARKS, *, whole: bool = False) -> bo
 def marks_of(spellings: Iterable[str]) -> Pairs:
     """Return the marks of a tokenizer with these added tokens: the common pair, and those it has a token for."""
     known = set(spellings)
-    return tuple(pair for pair in MARKS if pair == THINK or pair[1] in known)
+    own = tuple(pair for pair in MARKS if pair == THINK or pair[1] in known)
+    return (*own, *CHANNELS) if "<|channel|>" in known else own
+
+
+def _opens_next(text: str, start: int, marks: Pairs) -> bool:
+    """True if the next mark of reasoning in a text is an opening one."""
+    opens, closes, _ = _patterns(marks, ())
+    opened, closed = opens.search(text, start), closes.search(text, start)
+    return opened is not None and (closed is None or opened.start() < closed.start())
+
+
+def _begins_mark(text: str, marks: Pairs) -> bool:
+    """True if a text that was cut is the first part of a mark, such as ``<thi``."""
+    said = text.strip()
+    return bool(said) and any(mark.startswith(said) for pair in marks for mark in pair)
 
 
 def _found(
@@ -161,7 +229,7 @@ def _found(
     is_open: bool = False,
     calls: Sequence[tuple[int, int]] = (),
 ) -> Thoughts:
-    opens, closes, _ = _patterns(marks, ())
+    opens, closes, _ = _patterns(marks, "")
     texts = []
     for start, end in thoughts:
         inside = text[start:end]
@@ -175,29 +243,23 @@ def _found(
 
 
 @lru_cache(maxsize=64)
-def _patterns(marks: Pairs, calls: Pairs) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+def _patterns(marks: Pairs, calls: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Return the patterns of opening marks, of closing marks, and of all that matters in an answer."""
-    opens, closes = ([mark[side] for mark in marks] for side in (0, 1))
-    every = [*opens, *closes, *(mark for mark, _ in calls)]
     # The longest first, as one mark may begin another.
-    opened, closed, all_ = (
-        re.compile("|".join(map(re.escape, sorted(group, key=len, reverse=True)))) for group in (opens, closes, every)
+    opens, closes, every = (
+        "|".join(map(re.escape, sorted((mark for pair in marks for mark in pair[side]), key=len, reverse=True)))
+        for side in (slice(0, 1), slice(1, 2), slice(0, 2))
     )
-    return opened, closed, all_
+    return re.compile(opens), re.compile(closes), re.compile(f"{every}|{calls}" if calls else every)
 
 
-def _end_of_call(text: str, mark: re.Match[str], calls: Pairs) -> int | None:
-    """Return the end of the call that begins with ``mark``; ``None`` if it has no end."""
-    end = text.find(dict(calls)[mark[0]], mark.end())
-    return None if end < 0 else end + len(dict(calls)[mark[0]])
-
-
-def _last_calls(text: str, start: int, calls: Pairs) -> int | None:
+def _last_calls(text: str, start: int, calls: CallPlaces) -> int | None:
     """Return where the calls begin with which ``text`` ends; ``None`` if it doesn't end in a call."""
-    place, end = None, len(text.rstrip())
-    while (pair := next((pair for pair in calls if text.endswith(pair[1], start, end)), None)) is not None:
-        opened = text.rfind(pair[0], start, end - len(pair[1]))
-        if opened < 0:
-            break
-        place, end = opened, len(text[:opened].rstrip())
-    return place
+    for begin in [mark.start() for mark in calls.opening.finditer(text, start)][-MOST_CALLS:]:
+        end: int | None = begin
+        while end is not None and (following := calls.opening.match(text, end)):
+            end = calls.end_of(text, following.start())
+            end = end and end + len(text[end:]) - len(text[end:].lstrip())
+        if end == len(text):
+            return begin
+    return None

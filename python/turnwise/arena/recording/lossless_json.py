@@ -19,6 +19,7 @@ from turnwise.state import CheckpointError, StateDict, StateList, to_python
 from turnwise.state.leaves import find_harmless, load_pickle
 from turnwise.types import RoutedExperts
 from turnwise.utils.copies import dumps
+from turnwise.utils.output import text_of
 
 TUPLE, MAP, DATACLASS, PICKLE, LOST = "$tuple", "$map", "$dataclass", "$pickle", "$lost"
 """Keys that mark an encoded value: ``{"$tuple": [1, 2]}``."""
@@ -74,28 +75,39 @@ def encode(value: Any) -> Any:
 
     Example: ``encode({"cell": (1, 2)}) == {"cell": {"$tuple": [1, 2]}}``
     """
+    try:
+        return _encode(value)
+    except Exception:  # of any object's code, and of a value that contains itself
+        return _pickled(value)
+
+
+def _encode(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind in (StateDict, StateList):
-        return encode(to_python(value))
+        return _encode(to_python(value))
     if kind is list:
-        return [encode(item) for item in value]
+        return [_encode(item) for item in value]
     # Values without an exact JSON form become a dict with one marker key.
     if kind is tuple:
-        return {TUPLE: [encode(item) for item in value]}
+        return {TUPLE: [_encode(item) for item in value]}
     if kind is dict:
         value = {key: item for key, item in value.items() if not isinstance(item, RoutedExperts)}
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: encode(item) for key, item in value.items()}
-        return {MAP: [[encode(key), encode(item)] for key, item in value.items()]}
+            return {key: _encode(item) for key, item in value.items()}
+        return {MAP: [[_encode(key), _encode(item)] for key, item in value.items()]}
     if is_dataclass(value) and "." not in kind.__qualname__ and all(field.init for field in fields(value)):
-        parts = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        parts = {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
         return {DATACLASS: [f"{kind.__module__}:{kind.__qualname__}", parts]}
+    return _pickled(value)
+
+
+def _pickled(value: Any) -> dict[str, str]:
     try:
         return {PICKLE: base64.b64encode(dumps(value)).decode()}
     except Exception:  # pickling runs the object's code, which can raise any error; recording must not end a run
-        return {LOST: repr(value)}
+        return {LOST: text_of(value)}
 
 
 def decode(plain: Any, *, allow_pickle: bool = False) -> Any:

@@ -21,6 +21,7 @@ from uuid import uuid4
 from turnwise.integrations.gateway.process import supervisor
 from turnwise.sandbox.seccomp import MACHINES
 from turnwise.sandbox.surface import build_program_filter
+from turnwise.utils.files import expanded
 
 TOOLS = ("docker", "podman", "bwrap")
 FOLDER, PRIVATE = "/episode", "/turnwise"
@@ -80,10 +81,12 @@ class Container:
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> Self:
         """Return a container that this machine can run. Raises ``ValueError`` or ``RuntimeError`` otherwise."""
-        table = {"tool": given} if isinstance(given, str) else dict(given)
+        table: dict[str, Any] = {"tool": given} if isinstance(given, str) else dict(given)
         names = [field.name for field in fields(cls) if field.name != "way"]
         if unknown := [name for name in table if name not in names]:
             raise ValueError(f"gateway.container.{unknown[0]}: unknown, expected some of {names}")
+        if not isinstance(mounts := table.get("mounts", ()), str):
+            table["mounts"] = [expanded(path) for path in mounts]
         container = cls(**table)
         if container.tool == "auto":
             found = [tool for tool in TOOLS if (tool != "bwrap") == bool(container.image) and shutil.which(tool)]
