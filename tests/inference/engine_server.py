@@ -106,23 +106,16 @@ def free_port() -> int:
 @contextmanager
 def engine_here(model: Any, **settings: Any) -> Iterator[tuple[Endpoint, Any]]:
     """Serve ``model`` from a thread of this process: an endpoint with the key, and the engine behind it."""
-    from aiohttp import web
-
     from turnwise.inference.common.http import LoopThread
     from turnwise.inference.transformers_server.engine import TransformersEngine
+    from turnwise.inference.transformers_server.launch import start
     from turnwise.inference.transformers_server.routes import Routes
 
     os.environ.setdefault(KEY_VARIABLE, "sesame")
     engine, port, thread = TransformersEngine(model, "tiny", **settings), free_port(), LoopThread("engine")
 
-    async def serve() -> web.AppRunner:
-        runner = web.AppRunner(Routes(engine).app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        return runner
-
     with patch.dict(os.environ, {KEY: os.environ[KEY_VARIABLE], HOSTS: ""}):
-        runner = thread.submit(serve()).result()
+        runner = thread.submit(start(Routes(engine), "127.0.0.1", port)).result()
     thread.at_end += [engine.go_on, runner.cleanup]
     endpoint = Endpoint(f"http://127.0.0.1:{port}", api_key_env=KEY_VARIABLE, timeout=30.0)
     try:

@@ -20,6 +20,7 @@ from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.launch import ROUTES
 from turnwise.inference.server.remote import sampling_error
+from turnwise.inference.transformers_server import launch
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, Sampling
 
 from .engine_server import KEY_VARIABLE, engine_here
@@ -50,6 +51,16 @@ async def asked(endpoint: Any, path: str, body: Any = None, method: str = "POST"
     """What the server answers on ``path``, through an endpoint's own thread."""
     work = endpoint.ask(method, path, body=body, query=query or None)
     return await asyncio.wrap_future(endpoint.thread.submit(work))
+
+
+async def test_idle_connections_take_no_place_from_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST_CONNECTIONS", 4)
+    with engine_here(build("served")) as (endpoint, _):
+        host, _, port = endpoint.url.removeprefix("http://").partition(":")
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+        assert await asked(endpoint, "/v1/models", method="GET")
+        for _, writer in idle:
+            writer.close()
 
 
 async def test_scores_of_another_temperature_are_refused_as_vllm_has_none() -> None:

@@ -76,6 +76,19 @@ def test_idle_connections_take_no_place_from_clients_of_a_standing_server():
     assert asyncio.run(run()) == "4"
 
 
+def test_the_prompts_of_a_session_are_bounded_together():
+    async def agent(seen, models):
+        client = models["solver"].async_openai_client()
+        answer = await client.responses.create(model="solver", input="a " * 100)
+        ask = {"model": "solver", "input": "on", "previous_response_id": answer.id}
+        for _ in range(2):  # a short request of a long chat
+            status, counted = await raw(models["solver"], "/responses/input_tokens", json.dumps(ask).encode())
+            seen += [status, counted.get("error", {}).get("message", "")]
+
+    seen = play(agent, ["4"], max_total_tokens=300).seen
+    assert seen == [200, "", 410, "the session is over: its prompts have max_total_tokens=300 tokens"]
+
+
 def test_the_requests_of_a_session_are_bounded_together():
     async def agent(seen, models):
         model, body = models["solver"], json.dumps({"model": "solver", "input": "a " * 400}).encode()
@@ -125,6 +138,6 @@ def test_long_chats_are_rendered_in_a_thread_one_at_a_time(monkeypatch, path):
 
 
 def test_settings_are_numbers_above_zero():
-    for name in ("max_total_body", "max_connections", "max_children", "max_depth"):
+    for name in ("max_total_body", "max_total_tokens", "max_connections", "max_children", "max_depth"):
         with pytest.raises(ValueError, match=f"{name}=0: expected a number > 0"):
             GatewaySettings(**{name: 0})

@@ -263,6 +263,29 @@ sys.exit(3)
     assert "was killed by SIGKILL" in rollout.error
 
 
+CONTROL = """
+control = os.read(int(os.environ["TURNWISE_CONTROL"]), 100).decode()
+headers = {"Authorization": "Bearer " + control, "Content-Type": "application/json"}
+opened = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/children", b"{}", headers)
+child = json.load(urllib.request.urlopen(opened))
+ask("x")
+found = subprocess.run(["grep", "-rls", control, "/turnwise", "/episode", "/tmp"], capture_output=True).stdout
+again = subprocess.run(["cat", "/proc/%d/fd/%s" % (os.getpid(), os.environ["TURNWISE_CONTROL"])], capture_output=True)
+result(float(child["base_url"].startswith("http://127.0.0.1") and not found and not again.stdout))
+"""
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_the_key_for_sub_agents_is_read_once_and_nowhere_else(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        rollout = play_contained(tmp_path, CONTROL, children=True)
+    finally:
+        os.umask(before)
+    assert rollout.error is None and rollout.rewards == {"solver": 1.0}, rollout.error
+
+
 @needs_bubblewrap
 def test_nothing_in_a_container_changes_the_result_after_the_agent_has_ended(tmp_path):
     code = """

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,8 @@ log = logging.getLogger(__name__)
 
 MOST = 256
 """Connections of one listener."""
-SHARE = 4
-"""All listeners of a process together have a fourth of the files that it may open."""
+SHARE = 2
+"""All listeners of a process together have half of the files that it may open."""
 PROVE_SECONDS = 30.0
 """Seconds until a connection must have shown a key."""
 PAUSE = 0.1
@@ -155,6 +154,10 @@ class Listener:
 
 
 def _budget() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return 1 << 20
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if files == resource.RLIM_INFINITY else max(8, files // SHARE)
 

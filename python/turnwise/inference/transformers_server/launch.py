@@ -11,10 +11,15 @@ import json
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.inference.server.launch import end_with_starter
 from turnwise.inference.server.settings import RETURN_EXPERTS, ServeSettings
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from turnwise.inference.transformers_server.routes import Routes
 
 MOST_CONNECTIONS = 4096
 """Connections that are open at once: one for each request of a run under way. Those without the key give way."""
@@ -35,11 +40,30 @@ def build_model(settings: ServeSettings) -> Any:
     return model.to(settings.engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-async def serve(settings: ServeSettings) -> None:
-    """Serve until the process ends. Raises ``OSError`` for a port that is taken."""
+async def start(routes: Routes, host: str, port: int) -> web.AppRunner:
+    """Listen for requests to ``routes``. Raises ``OSError`` for a port that is taken."""
     from aiohttp import web
 
     from turnwise.inference.common.listening import Listener, tcp_sockets
+
+    app = routes.app()
+    # Without handler_cancellation a client that hangs up would leave its request running.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    sockets = await tcp_sockets(host, port)
+
+    async def close(_: web.Application) -> None:
+        if routes.listener is not None:
+            await routes.listener.close()
+
+    app.on_shutdown.append(close)
+    await runner.setup()
+    assert runner.server is not None, "not set up"
+    routes.listener = Listener(sockets, runner.server, MOST_CONNECTIONS)
+    return runner
+
+
+async def serve(settings: ServeSettings) -> None:
+    """Serve until the process ends. Raises ``OSError`` for a port that is taken."""
     from turnwise.inference.transformers_server.engine import TransformersEngine
     from turnwise.inference.transformers_server.routes import Routes
 
@@ -49,12 +73,7 @@ async def serve(settings: ServeSettings) -> None:
     engine = TransformersEngine(build_model(settings), settings.model, **options)
     for name, folder in settings.adapters.items():
         engine.load_adapter(name, Path(folder), fixed=True)
-    # Without handler_cancellation a client that hangs up would leave its request running.
-    routes = Routes(engine)
-    runner = web.AppRunner(routes.app(), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    assert runner.server is not None, "not set up"
-    routes.listener = Listener(await tcp_sockets(settings.host, settings.port), runner.server, MOST_CONNECTIONS)
+    await start(Routes(engine), settings.host, settings.port)
     await asyncio.Event().wait()
 
 

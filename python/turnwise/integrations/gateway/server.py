@@ -67,6 +67,8 @@ ACTOR = "{actor:[^/]+}"
 ROOTS = (f"/s/{{sid}}/{ACTOR}/v1", f"/s/{{sid}}/{ACTOR}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1")
 STANDING_ROOTS = ("/v1", "/v1/v1")
 """Roots of a server without sessions: a request names its actor as the model."""
+OF_CONTAINER = 64
+"""Connections of one container."""
 LINGER = 2.0
 """Seconds in which the rest of a refused request is read, so that its client sees the answer."""
 KEEP_ALIVE = 10.0
@@ -125,7 +127,7 @@ class GatewayServer:
     async def at_socket(self, path: str) -> AsyncIterator[None]:
         """Listen at a Unix socket too for the block: a container without a network reaches it."""
         assert self._runner is not None, "not started"
-        most = max(1, self.settings.max_connections // 4)
+        most = min(OF_CONTAINER, self.settings.max_connections)
         listener = Listener([unix_socket(path)], self._handler_of(self._runner), most)
         self._listeners.append(listener)
         try:

@@ -130,6 +130,8 @@ class GatewaySession:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.bytes_read = 0
         """Bytes of all requests of the attempt."""
+        self.prompt_tokens = 0
+        """Tokens of all prompts of the attempt."""
         self.opened = 0
         """Sub-agents of the attempt so far."""
         self.children: list[Any] = []
@@ -318,12 +320,17 @@ class GatewaySession:
 
     async def render(self, seat: Seat, ask: Ask) -> Prompt:
         """Return the prompt as :meth:`rendered` does: a long one in a thread, one at a time for the whole attempt."""
+        if self.root.prompt_tokens >= (most := self.settings.max_total_tokens):
+            raise session_over(f"its prompts have max_total_tokens={most} tokens")
         texts = (len(message["content"]) for message in ask.messages)
         if sum(texts) + sum(len(json.dumps(tool)) for tool in ask.tools) < LONG:
-            return self.rendered(seat, ask)
-        of_all = _rendering.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
-        async with self.root._long, of_all:
-            return await to_thread(self.rendered, seat, ask)
+            prompt = self.rendered(seat, ask)
+        else:
+            of_all = _rendering.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
+            async with self.root._long, of_all:
+                prompt = await to_thread(self.rendered, seat, ask)
+        self.root.prompt_tokens += len(prompt.ids)
+        return prompt
 
     def rendered(self, seat: Seat, ask: Ask) -> Prompt:
         """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""

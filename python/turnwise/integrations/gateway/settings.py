@@ -51,16 +51,18 @@ class GatewaySettings:
     """Bytes of a request."""
     max_total_body: int = 256 << 20
     """Bytes of all requests of one session."""
-    max_connections: int = 256
-    """Connections that are open at once; an agent's container has at most a fourth of them."""
+    max_total_tokens: int = 100_000_000
+    """Tokens of all prompts of one session, of those too that are only counted."""
+    max_connections: int = 4096
+    """Connections that are open at once, one for each call under way; a container has at most 64."""
     max_children: int = 256
     """Sub-agents of one session."""
     max_depth: int = 8
     """Sub-agents in each other, at most 64."""
 
     def __post_init__(self) -> None:
-        bounds = ("max_calls", "max_parallel", "call_timeout", "max_body", "max_total_body", "max_connections")
-        for name in (*bounds, "max_children", "max_depth"):
+        bounds = ("max_calls", "max_parallel", "call_timeout", "max_body", "max_total_body", "max_total_tokens")
+        for name in (*bounds, "max_connections", "max_children", "max_depth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a number > 0")
         if self.max_depth > DEEPEST:

@@ -122,7 +122,7 @@ class Container:
             if problem := chosen._trial():
                 problems.append(problem)
                 continue
-            lacking = [*lacks, *([] if platform.machine() in MACHINES else ["filter"])]
+            lacking = [*lacks, *([] if self._calls() else ["filter"])]
             if refused := [name for name in lacking if name not in self.without]:
                 because = f" ({problems[0]})" if problems else ""
                 raise RuntimeError(
@@ -250,9 +250,12 @@ class Container:
         limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": _bytes(self.disk_gb), "RLIMIT_NOFILE": OPEN_FILES}
         if not self.image:  # docker and podman limit these for the whole container
             limits |= {"RLIMIT_NPROC": self.max_processes, "RLIMIT_DATA": _bytes(self.memory_gb)}
-        machine = platform.machine()
-        calls = build_program_filter(machine).hex() if machine in MACHINES else ""
-        return {"limits": limits, "user": None if self.image else user, "filter": calls}
+        return {"limits": limits, "user": None if self.image else user, "filter": self._calls()}
+
+    def _calls(self) -> str:
+        """Return the filter of system calls for this machine; empty for one whose calls are not known."""
+        machine = {"arm64": "aarch64"}.get(platform.machine(), platform.machine())  # docker on macOS
+        return build_program_filter(machine).hex() if machine in MACHINES else ""
 
     def watch(self, root: Path) -> dict[str, Any]:
         """Return the limits that a supervisor outside of the container watches. Docker and podman limit memory."""

@@ -157,6 +157,7 @@ class ProcessEpisode(GatewayEpisode):
         if self.children:
             session.allow_children()
             (private / "control").write_text(session.control_key, encoding="utf-8")
+            (private / "control").chmod(0o644)  # the supervisor in a container is another user's root
         if self.container is not None:
             self.container.give(root, user)
         command = [render(argument, question) for argument in self.command]

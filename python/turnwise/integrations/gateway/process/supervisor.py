@@ -104,19 +104,25 @@ def start(command: list[str], lock: "dict[str, object] | None", contained: bool)
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        if contained:  # the kernel takes it before the trainer when memory is short; and no keys of the trainer's
-            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")
-            ctypes.CDLL(None).syscall(KEYCTL[os.uname().machine], KEYCTL_JOIN_SESSION_KEYRING, None)
+        if contained:
+            leave_trainer()
         if lock is not None:
             give_up(lock)
         elif sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.execvp(command[0], command)
-    except (OSError, KeyError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        print(f"{command[0]}: {reason}", file=sys.stderr, flush=True)
+    except (OSError, ValueError) as error:
+        print(f"{command[0]}: {getattr(error, 'strerror', None) or error}", file=sys.stderr, flush=True)
     os._exit(NOT_STARTED)
+
+
+def leave_trainer() -> None:
+    """Let the kernel end this process before the trainer when memory is short, and leave the trainer's keys behind."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    number = KEYCTL.get(os.uname().machine)
+    if sys.platform == "linux" and number is not None:
+        ctypes.CDLL(None).syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def give_up(lock: "dict[str, object]") -> None:
