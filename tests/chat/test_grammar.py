@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+import turnwise.chat.grammar as grammars
 from turnwise.chat import ChatFormat
 from turnwise.chat.grammar import (
     CACHED_GRAMMARS,
@@ -19,12 +21,13 @@ from turnwise.chat.grammar import (
     _grammars,
     _vocabulary_of,
     allowed_tokens,
+    check_end,
     check_grammar,
     json_grammar,
 )
 from turnwise.inference import TransformersClient
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.types import Grammar, ModelRequest, Sampling
+from turnwise.types import DeadEndError, Grammar, ModelRequest, Sampling
 
 STRICT = {"additionalProperties": False}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -92,6 +95,74 @@ def test_masks_are_those_of_the_grammar(tokenizer: Any) -> None:
         allowed_tokens(tokenizer, grammar, [ids[0], end])
     matcher = GrammarMatcher(tokenizer, grammar)
     assert all(matcher.accept(token) for token in ids) and not matcher.allowed().any()
+
+
+def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
+
+
+DEAD = closed({"n": {"enum": [5, 10]}}, required=["n"], patternProperties={"^n$": {"type": "integer"}})
+"""Behind the only key comes a comma, and no further key has the pattern."""
+DEAD_ENDS = {
+    "object": (DEAD, '{"n": '),
+    "in a list": ({"type": "array", "items": DEAD, "maxItems": 2}, '[{"n": '),
+    "behind a text": (closed({"t": {"type": "string"}, "x": DEAD}, required=["t", "x"]), '", "x": {"n": '),
+    "one choice": ({"anyOf": [{"type": "integer"}, {"type": "string"}, DEAD]}, '{"n": '),
+    "where it may be": (closed({"a": {"type": "boolean"}, "b": {"type": "integer"}, "x": DEAD}), '"x": {"n": '),
+    "two keys": (
+        closed(
+            {"ab": {"type": "integer"}, "ac": {"type": "null"}},
+            required=["ab", "ac"],
+            patternProperties={"^a[bc]$": {}},
+        ),
+        '"ac": null, ',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEAD_ENDS)
+def test_a_grammar_that_leads_into_a_dead_end_is_refused_with_the_place(name: str, tokenizer: Any) -> None:
+    schema, place = DEAD_ENDS[name]
+    for _ in range(2):  # found once, and kept
+        with pytest.raises(GrammarError, match="leads into a dead end: no token may follow '.*" + re.escape(place)):
+            check_grammar(tokenizer, json_grammar(ChatFormat(tokenizer), schema))
+
+
+def test_rare_dead_ends_show_while_sampling(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each such request alone fails; the others beside it are whole, and none is shown as cut by its limit."""
+    monkeypatch.setattr(grammars, "WALKS", 0)
+    _grammars.clear()
+    model = build_model(tokenizer, hidden_size=32, num_hidden_layers=1, intermediate_size=64, head_dim=16)
+    format = ChatFormat(tokenizer)
+    grammar, prompt = json_grammar(format, DEAD), format.prompt_ids([{"role": "user", "content": "Go"}])
+    wanted = [Sampling(max_tokens=60, seed=seed, grammar=grammar if seed % 3 else None) for seed in range(24)]
+
+    async def sampled() -> list[Any]:
+        async with TransformersClient(model, tokenizer) as client:
+            asked = [client.generate([ModelRequest(prompt, sampling)]) for sampling in wanted]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = asyncio.run(sampled())
+    failed = [answer for answer in answers if isinstance(answer, DeadEndError)]
+    whole = [answer[0] for answer in answers if not isinstance(answer, BaseException)]
+    assert len(failed) > 4 and len(failed) + len(whole) == 24
+    assert all("allows no token behind" in str(error) and '"n": ' in str(error) for error in failed)
+    constrained = [answer.text for answer in whole if answer.text.startswith('{"n"')]
+    assert constrained and set(constrained) <= {'{"n": 5}', '{"n": 10}'}
+
+
+def test_the_end_of_a_completion_is_checked(tokenizer: Any) -> None:
+    """As of a server, which samples the end of the sequence in a dead end."""
+    end, encode = tokenizer.eos_token_id, tokenizer.encode
+    grammar = json_grammar(ChatFormat(tokenizer), DEAD)
+    for text in ('{"n": 5}', '{"n": 10', '{"n": 1', "{", ""):
+        check_end(tokenizer, grammar, encode(text))
+    check_end(tokenizer, grammar, [*encode('{"n": 5}'), end])
+    check_end(tokenizer, grammar, [*encode('{"n": 7'), end])  # no dead end, but other tokens than it allows
+    check_end(tokenizer, Grammar('start: "yes"'), encode("yes"))
+    for more in ([], [end], [end] * 9, encode("x")):
+        with pytest.raises(DeadEndError, match=r"allows no token behind '{\"n\": 5, '"):
+            check_end(tokenizer, grammar, [*encode('{"n": 5, '), *more])
 
 
 KEYS = {"naïve key, 1.5": {"const": "Café\n日本 😀"}, "k": {"enum": ["aa bb", "aa cc"]}, "x": {"type": "integer"}}

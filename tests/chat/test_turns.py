@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from turnwise.arena import Arena, MultiTurnEpisode, Rubric
 from turnwise.chat import ChatFormat, ChatRenderer
+from turnwise.chat.continuation import Conversations
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.messages import ChatError, plain_messages, results_in_order
 from turnwise.chat.tokenizers import TokenBytes, keep_ends, own_copy
@@ -294,6 +295,94 @@ def test_a_chat_goes_on_behind_its_tokens_with_a_later_system_message(family: Fa
     for cut in range(len(format.end_token_ids) + 1):  # a turn that was cut off gets the closing tokens that it lacks
         ids = format.extend(prompt, sampled[: len(sampled) - cut], [S("go"), U("so")])
         assert ids is not None and tokenizer.decode(ids).replace(" ", "") == whole
+
+
+# -- roles in turn -----------------------------------------------------------------------------------------------------
+IN_TURN = {
+    "two users": ([U("a"), U("b")], [U("a\n\nb")]),
+    "three users later": (
+        [U("a"), A("b"), U("c"), U("d"), U("e"), A("f"), U("g")],
+        [U("a"), A("b"), U("c\n\nd\n\ne"), A("f"), U("g")],
+    ),
+    "two answers": ([U("a"), A("b"), A("c"), U("d")], [U("a"), A("b\n\nc"), U("d")]),
+    "an empty one": ([U("a"), A(""), A("c"), U("d")], [U("a"), A("c"), U("d")]),
+    "an answer first": ([A("a"), U("b")], [U(""), A("a"), U("b")]),
+    "two answers first": ([A("a"), A("b"), U("c"), U("d")], [U(""), A("a\n\nb"), U("c\n\nd")]),
+    "in turn": ([U("a"), A("b"), U("c")], [U("a"), A("b"), U("c")]),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+async def test_neighbours_of_one_role_are_joined_where_the_template_wants_roles_in_turn(
+    family: Family, name: str
+) -> None:
+    """Others get the chat as it is; in plain chats, those of agents, of judges and of the warm start."""
+    given, joined = IN_TURN[name]
+    tokenizer = family.tokenizer()
+    shown = tokenizer.apply_chat_template(
+        joined if family.in_turn else given, add_generation_prompt=True, tokenize=False
+    )
+    for format in (ChatRenderer(tokenizer), chat_format(tokenizer, "template")):
+        assert text(format, given) == text(format, plain_messages(given)) == shown
+        taught = tokenize(format, SFTRow(given, "4", None, "here"))
+        assert tokenizer.decode(taught.prompt_token_ids) == shown
+    arena = Arena(ScriptedClient(lambda request: "4", tokenizer=tokenizer), tokenizer, sampling=Sampling(max_tokens=9))
+    arena.add_actor(Actor("solver"))
+    for who in ("solver", None):
+        assert tokenizer.decode((await arena.call_model(who, given)).prompt_token_ids) == shown
+
+
+def test_system_messages_beside_neighbours_of_one_role() -> None:
+    chat = [S("be"), A("a"), U("b"), D("go"), U("c")]
+    expected = {
+        "gemma": [U("system: be"), A("a"), U("b\n\nsystem: go\n\nc")],
+        "mistral": [S("be"), U(""), A("a"), U("b\n\nsystem: go\n\nc")],
+    }
+    for name, joined in expected.items():
+        tokenizer = FAMILIES[name].tokenizer()
+        shown = tokenizer.apply_chat_template(joined, add_generation_prompt=True, tokenize=False)
+        assert text(ChatRenderer(tokenizer), chat) == shown
+
+
+def test_a_system_message_between_users_is_folded_where_the_template_looks_past_it() -> None:
+    template = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role != 'system' %}{% if (m.role == 'user') != "
+        "(ns.n % 2 == 0) %}{{ raise_exception('in turn!') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
+        "<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer = byte_tokenizer("", ["<|im_start|>", "<|endoftext|>", "<|im_end|>"], [], None, template)
+    shown = tokenizer.apply_chat_template([S("a"), U("b\n\nsystem: c\n\nd")], tokenize=False)
+    assert text(ChatRenderer(tokenizer), [S("a"), U("b"), S("c"), U("d")]) == shown
+
+
+@pytest.mark.parametrize("new", [[U("b"), U("c")], [S("b"), U("c")], [U("b"), S("c"), U("d")]])
+def test_a_chat_goes_on_behind_its_tokens_with_neighbours_of_one_role(family: Family, new: list[Message]) -> None:
+    tokenizer = family.tokenizer()
+    chats, begun = Conversations(format := chat_format(tokenizer, "template")), [U("a"), U("a2")]
+    prompt = chats.prompt(begun).ids
+    sampled = [*tokenizer.encode("yo", add_special_tokens=False), *format.end_token_ids]
+    chats.add(begun, (), prompt, sampled, A("yo"))
+    longer = chats.prompt([*begun, A("yo"), *new])
+    assert (longer.rewritten, longer.reused) == ("", len(prompt) + len(sampled))
+    whole = tokenizer.decode(format.prompt_ids([*begun, A("yo"), *new])).replace(" ", "")
+    assert tokenizer.decode(longer.ids).replace(" ", "") == whole
+
+
+def test_a_users_message_behind_a_result_becomes_its_end_where_the_template_refuses_it() -> None:
+    """As templates do that count the user's messages and the answers without calls."""
+    template = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' or (m.role == 'assistant' and not "
+        "m.tool_calls) %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('in turn!') }}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{% endif %}<|im_start|>{{ m.role }} {{ m.content }}{% if m.tool_calls %}<tool_call>"
+        "{{ m.tool_calls[0].function | tojson }}</tool_call>{% endif %}<|im_end|>{% endfor %}"
+    )
+    tokenizer = byte_tokenizer("", ["<|im_start|>", "<|endoftext|>", "<|im_end|>"], [], None, template)
+    calls = {**A(""), "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {}}}]}
+    begun, result = [U("a"), calls], {"role": "tool", "content": "4"}
+    given, joined = [*begun, result, U("b"), U("c")], [*begun, {**result, "content": "4\n\nuser: b\n\nuser: c"}]
+    assert text(ChatRenderer(tokenizer), given) == tokenizer.apply_chat_template(joined, tokenize=False)
+    for chat in (joined, [*joined, A("d"), U("e")]):
+        assert text(ChatRenderer(tokenizer), chat) == tokenizer.apply_chat_template(chat, tokenize=False)
 
 
 # -- results of tools --------------------------------------------------------------------------------------------------

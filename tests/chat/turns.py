@@ -26,6 +26,8 @@ class Family:
     close: str
     takes_first: bool = True
     takes_later: bool = True
+    in_turn: bool = False
+    """It refuses messages of one role behind each other, and a chat that begins with an answer."""
 
     @property
     def ends(self) -> list[str]:
@@ -67,6 +69,7 @@ FAMILIES = {
         "<end_of_turn>",
         takes_first=False,
         takes_later=False,
+        in_turn=True,
     ),
     "drops": Family(
         "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
@@ -108,5 +111,6 @@ FAMILIES = {
         ("<s>", "</s>", "[INST]", "[/INST]"),
         "</s>",
         takes_later=False,
+        in_turn=True,
     ),
 }

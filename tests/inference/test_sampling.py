@@ -14,7 +14,7 @@ from turnwise.chat import ChatFormat
 from turnwise.chat.grammar import GrammarMatcher, json_grammar
 from turnwise.inference.local.sampling import RowGrammars, RowSampler, _filter, _inverse_cdf
 from turnwise.tasks.tiny import build_tokenizer
-from turnwise.types import Sampling
+from turnwise.types import Grammar, Sampling
 
 CPU = torch.device("cpu")
 
@@ -187,3 +187,20 @@ def test_rows_whose_grammar_allows_no_further_token_end(monkeypatch) -> None:
     tokens, _ = grammars.draw(sampler, torch.zeros(4, 300), rows, torch.zeros_like(rows))  # it opens the string
     monkeypatch.setattr(GrammarMatcher, "write_mask", write_mask)
     assert grammars.accept(rows, tokens, going) == [2] and len(written) == 3
+
+
+def test_tokens_that_the_model_lacks_are_never_drawn() -> None:
+    """A grammar that allows no others ends its row: forced, among several, and for a while."""
+    tokenizer: Any = build_tokenizer(["Write letters. Go on."], vocab_size=300)
+    [z, y, x] = (tokenizer.encode(letter)[0] for letter in "zyx")
+    vocabulary = min(x, y, z)  # letters are numbered by the alphabet
+    assert x == vocabulary
+    forms = [Grammar('start: "a" "z" "a"'), Grammar('start: "a" ("z" | "y")'), Grammar('start: "a" ("a" | "z")'), None]
+    grammars = RowGrammars(forms, tokenizer, vocabulary)
+    sampler, rows = RowSampler.build([Sampling()] * 4, range(4), 4, CPU), torch.arange(4)
+    tokens, _ = grammars.draw(sampler, torch.zeros(4, vocabulary), rows, torch.zeros_like(rows))
+    assert sorted(grammars.accept(rows, tokens, torch.ones(4, dtype=torch.bool))) == [0, 1]
+    assert all(map(grammars.in_dead_end, (0, 1)))
+    rows = torch.tensor([2, 3])
+    [second, _], _ = grammars.draw(sampler, torch.zeros(2, vocabulary), rows, torch.ones_like(rows))
+    assert second == tokenizer.encode("a")[0]

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from turnwise.inference import Reply, ScriptedClient
+from turnwise.inference.common.base import stop_check
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ModelError, ModelRequest, Sampling
 
@@ -67,6 +68,26 @@ async def test_stop_strings_end_the_answer_and_not_a_thought_or_a_call(prompt: s
     """The rule is that of ``stop_check``, by which all clients stop."""
     [response] = await ScriptedClient([said]).generate([ask(prompt, stop=("STOP",))])
     assert response.text == sampled and response.finish_reason == "stop"
+
+
+def test_a_long_completion_with_many_stop_strings_in_thoughts_is_not_read_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = ByteTokenizer()
+    stopped = stop_check(Sampling(stop=("STOP",)), tokenizer, [])
+    ids = list(tokenizer.encode("<think>a STOP </think>b " * 60))
+    assert stopped is not None
+    decode, read = tokenizer.decode, 0
+
+    def counted(given: list[int], **options: bool) -> str:
+        nonlocal read
+        read += len(given)
+        return str(decode(given, **options))
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    assert not any(stopped(ids[:end]) for end in range(1, len(ids) + 1))
+    assert read < 100 * len(ids)
+    assert [stopped([*ids, *tokenizer.encode("STOP"[:end])]) for end in range(1, 5)] == [False, False, False, True]
 
 
 async def test_failing_and_hanging_on_demand() -> None:

@@ -11,13 +11,16 @@ import aiohttp
 import pytest
 import torch
 
+from turnwise.chat import ChatFormat
+from turnwise.chat.grammar import json_grammar
 from turnwise.inference import PoolClient, VLLMServerClient
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.launch import LOAD
 from turnwise.inference.server.remote import sampling_error
 from turnwise.inference.server.server import ModelServer
-from turnwise.types import ContextLengthError, Grammar, ModelError, ModelRequest, ModelResponse, Sampling
+from turnwise.tasks.tiny import build_tokenizer
+from turnwise.types import ContextLengthError, DeadEndError, ModelError, ModelRequest, ModelResponse, Sampling
 
 from .fake_server import Act, FakeServer, Hang, Say, Script, faking
 from .helpers import EXACT, build, error_of, requests_of, sent
@@ -116,14 +119,24 @@ async def test_what_is_asked_and_what_is_made_of_the_answer() -> None:
 
 
 async def test_a_grammar_is_sent_to_a_server_that_was_started_for_it() -> None:
-    with faking(Pretend().script) as server:
-        async with client_of(server, grammars=True) as client:
-            assert client.capabilities.grammars
-            await ask(client, grammar=Grammar('start: "x"'))
-        async with client_of(server) as client:
-            assert not client.capabilities.grammars
+    """A dead end is an error that no other engine is asked about: vLLM then samples the end of the sequence."""
+    words: Any = build_tokenizer(["abc"], vocab_size=300)
+    keys = {"properties": {"n": {"const": 5}}, "patternProperties": {"^n$": {}}, "required": ["n"]}
+    grammar = json_grammar(ChatFormat(words), {"type": "object", "additionalProperties": False, **keys})
+    whole, dead = ([*words.encode(text), words.eos_token_id] for text in ('{"n": 5}', '{"n": 5, '))
+    said = [answer(ids, finish_reason="stop") for ids in (whole, dead)]
+    with faking({**Pretend().script, GENERATE: [Say(each) for each in said]}) as server:
+        client = VLLMServerClient(Endpoint(server.url, timeout=5.0), words, grammars=True)
+        async with PoolClient({"one": client}, keeps_weights=False) as pool:
+            assert pool.capabilities.grammars
+            assert (await ask(pool, grammar=grammar, max_tokens=40)).completion_token_ids == whole
+            with pytest.raises(DeadEndError, match="allows no token behind"):
+                await ask(pool, grammar=grammar, max_tokens=40)
+            assert server.count(GENERATE) == 2
+        async with client_of(server) as plain:
+            assert not plain.capabilities.grammars
         body = next(body for path, body in server.asked if path == GENERATE)
-    assert body["sampling_params"]["structured_outputs"] == {"grammar": 'start: "x"'}
+    assert body["sampling_params"]["structured_outputs"] == {"grammar": grammar.text}
 
 
 WRONG = {

@@ -162,6 +162,23 @@ def test_tokenized_as_a_call_sends_it(small_model, tmp_path):
     assert ends == [1, 2]
 
 
+def test_a_recorded_thinking_model_keeps_its_tokens(small_model, tmp_path):
+    _, tokenizer = small_model()
+    renderer = ChatRenderer(tokenizer)
+    prompt, said = renderer.prompt_ids(CHAT), "<think>a</think>4, or <think>b</think>5"
+    ids = [*renderer.encode(said), *renderer.end_token_ids]
+    row = SFTRow(CHAT, "4, or 5", "solver", "here", True, prompt, ids, "a\n\nb")
+    notes: list[str] = []
+    [kept] = fitting(tokenizer, [row], None, notes.append)
+    assert (kept.completion_token_ids, notes) == (ids, [])
+    thinking = replace(step("solver", "", reward=1.0), thought="b", in_thought=True)
+    with RunLog(tmp_path, total_steps=1, rollouts_per_step=9) as log:
+        log.step(1, {}, [GenerateResult(Rollout("r-1", "x", 1, [thinking, step("solver", "4", reward=1.0)]))])
+    reader = RowReader(["solver"])
+    assert [row.completion for row in reader.read(tmp_path / "rollouts.jsonl")] == ["4"]
+    assert reader.left_out == {"ended in a thought": 1}
+
+
 def test_rows_that_do_not_fit_are_counted_and_the_longest_named(small_model):
     _, tokenizer = small_model()
     rows = [SFTRow("1" * n, "2", None, f"rows.jsonl:{n}") for n in (3, 8, 9, 7)]

@@ -135,11 +135,10 @@ class Distillation:
             groups[_question(sample)].append(sample)
         best = {key: max(group, key=lambda sample: sample.reward) for key, group in groups.items()}
         better = [best[_question(sample)] for sample in samples]
+        answers = [rollouts[one.rollout_id].steps[one.step_index].completion for one in better]
         return [
-            BETTER_ANSWER.replace("{hint}", rollouts[one.rollout_id].steps[one.step_index].completion)
-            if one.reward > sample.reward
-            else None
-            for sample, one in zip(samples, better, strict=True)
+            BETTER_ANSWER.replace("{hint}", answer) if one.reward > sample.reward and answer else None
+            for sample, one, answer in zip(samples, better, answers, strict=True)
         ]
 
     def zero_row_advantages(self, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[StepKey, str]:

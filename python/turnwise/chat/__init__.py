@@ -1,6 +1,6 @@
 """Converts chats to token ids and completions back to messages, and continues a chat on its sampled tokens.
 
-Read in this order: messages, tokenizers, render, formats, known_formats, histories, continuation, tools,
+Read in this order: messages, parts, tokenizers, render, formats, known_formats, histories, continuation, tools,
 grammar.
 May import: types, utils.
 """

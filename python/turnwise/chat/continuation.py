@@ -101,7 +101,9 @@ class Conversations:
             return Prompt(whole(), 0, rewritten, escapes, call.mark)
         seen = [*call.prompt, *call.completion]
         shown = [{"role": "system", "content": form}] if form != call.form else []
-        ids = self.format.extend(call.prompt, call.completion, [*new, *shown, *asked], tools, call.answer)
+        sent = messages[length - 1].get("tool_calls")  # the client's ids of the calls, which the results have
+        answer = {**call.answer, "tool_calls": sent} if sent else call.answer
+        ids = self.format.extend(call.prompt, call.completion, [*new, *shown, *asked], tools, answer)
         if ids is None or ids[: len(seen)] != seen:
             ids = whole()
         if ids[: len(seen)] == seen:

@@ -19,9 +19,12 @@ from turnwise.chat.tokenizers import TokenBytes, ends_of
 from turnwise.types import OK, Message, Messages, ParsedCompletion, ToolCall
 
 CALL_MARKS = ("<tool_call>", "</tool_call>")
-MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CALL_MARKS])
+CHANNEL_TOKENS = ("<|channel>", "<|channel|>", "<|message|>")
+MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CHANNEL_TOKENS, *CALL_MARKS])
 """Marks of reasoning and calls, which are read from a completion even if the tokenizer has them as special tokens."""
 
+LONGEST_MARK = 64
+"""Tokens at the end of a prompt that may hold a mark of reasoning."""
 MAX_TOOL_SETS = 64
 """Lists of tools whose renderings a format keeps."""
 MAX_DEPTH = 64
@@ -102,10 +105,10 @@ class ChatFormat(ChatEncoder):
         return [*prompt, *seen, *tail]
 
     def _following(self, new: Messages, answer: Message | None) -> Messages:
-        """Return ``new`` as it follows ``answer``: results in the order of their calls, system messages folded."""
+        """Return ``new`` as it follows ``answer``: results in their calls' order, systems folded, roles in turn."""
         if answer and answer.get("tool_calls"):
             new = results_in_order([answer, *new])[1:]
-        return self._with_systems(new, begun=True)
+        return self._in_turn(self._with_systems(new, begun=True), begun=True)
 
     def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
         """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""
@@ -205,10 +208,12 @@ class ChatFormat(ChatEncoder):
         marks = {index for spelling, index in self.control.items() if spelling not in MARKS}
         return {*marks, self.tokenizer.eos_token_id}
 
-    def _written_after(self, first: Messages, second: Messages, tools: Sequence[Tool] = ()) -> list[int]:
+    def _written_after(
+        self, first: Messages, second: Messages, tools: Sequence[Tool] = (), *, add_generation_prompt: bool = False
+    ) -> list[int]:
         """Return what the template writes behind the text in which two chats differ."""
         try:
-            one, other = (self._ids(chat, tools, False)[::-1] for chat in (first, second))
+            one, other = (self._ids(chat, tools, add_generation_prompt)[::-1] for chat in (first, second))
         except Exception:  # a template may raise anything for a chat that it doesn't expect
             return []
         same = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
@@ -268,8 +273,8 @@ class ChatFormat(ChatEncoder):
 
     @cached_property
     def hidden_marks(self) -> frozenset[int]:
-        """The marks of reasoning and calls that are special tokens of the tokenizer: a decoded text lacks them."""
-        return frozenset(token for spelling, token in self.control.items() if spelling in MARKS)
+        """The control tokens that end no turn: some families mark reasoning by them, and a decoded text lacks them."""
+        return frozenset(self.control.values()) - set(self.stop_token_ids)
 
     @cached_property
     def _visible_ends(self) -> dict[int, str]:
@@ -289,18 +294,33 @@ class ChatFormat(ChatEncoder):
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """True if the prompt leaves a thought open, which the completion goes on with."""
-        turns = self._turn_tokens
-        begin = next((place for place in range(len(prompt), 0, -1) if prompt[place - 1] in turns), None)
-        # After the control token that began the assistant's turn, all text is the assistant's.
-        tail = prompt[-16:] if begin is None else prompt[begin:]
+        # After what begins the assistant's turn, all text is the assistant's.
+        tokens, words = self._turn_begins
+        begin = next((place for place in range(len(prompt), 0, -1) if prompt[place - 1] in tokens), 0)
+        tail = prompt[begin:] if begin or words else prompt[-LONGEST_MARK:]
         text = self.tokenizer.decode(list(tail), skip_special_tokens=False)
-        return opens_thought(text, self.thought_marks, whole=begin is not None)
+        place = text.rfind(words) + len(words) if words and words in text else 0
+        return opens_thought(text[place:], self.thought_marks, whole=bool(begin or place))
 
     @cached_property
-    def _turn_tokens(self) -> set[int]:
-        """The control tokens that may begin an assistant's turn."""
-        first = getattr(self.tokenizer, "bos_token_id", None)
-        return {token for spelling, token in self.control.items() if spelling not in MARKS and token != first}
+    def _turn_begins(self) -> tuple[set[int], str]:
+        """The control tokens that may begin an assistant's turn; without any, the words that do."""
+        marks = {index for spelling, index in self.control.items() if spelling not in MARKS}
+        written = self._begin_after([], {"role": "user"})
+        if tokens := marks.intersection(written):
+            return tokens | marks.intersection(self._begin_after(EXAMPLE_CHAT[1:-1], EXAMPLE_CHAT[-1])), ""
+        words = self.tokenizer.decode(written, skip_special_tokens=False)
+        ends = [place for mark, _ in self.thought_marks if (place := words.find(mark)) >= 0]
+        return set(), words[: min(ends, default=len(words))].strip()
+
+    def _begin_after(self, before: Messages, last: Message) -> list[int]:
+        """Return what the template writes between the text of a chat's last message and the assistant's answer."""
+        tools = [EXAMPLE_TOOL] if before else []
+        for content in CONTENTS:
+            one, other = ([*before, {**last, "content": content(text)}] for text in ("x", "yz 1"))
+            if written := self._written_after(one, other, tools, add_generation_prompt=True):
+                return written
+        return []
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

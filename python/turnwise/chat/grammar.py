@@ -7,10 +7,12 @@ and a comma, no other white space. The opening of a call is the template's own t
 from __future__ import annotations
 
 import json
+import random
 import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -19,12 +21,14 @@ import numpy as np
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, Tool, tool_names
 from turnwise.chat.tokenizers import own_copy
-from turnwise.types import AllowedTokens, Grammar
+from turnwise.types import AllowedTokens, DeadEndError, Grammar
 
 MAX_SCHEMA = 1 << 16
 """Characters of a schema. The compiler has limits of its own for what a short schema expands to."""
 CACHED_GRAMMARS = 64
 """Compiled grammars that are kept, the latest of all tokenizers."""
+WALKS, WALK_TOKENS = 12, 64
+"""Random completions by which a grammar is searched for dead ends, and the most tokens of each."""
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -115,10 +119,10 @@ class GrammarMatcher:
 
     def __init__(self, tokenizer: Any, grammar: Grammar) -> None:
         """Start before the first token. Raises :class:`GrammarError` for a grammar that can't be compiled."""
-        compiled, run, words = _compiled(tokenizer, grammar)
-        self._matcher = compiled.deep_copy()
-        self._forced = run[::-1]  # the run of forced tokens ahead, last one first; the matcher is behind it
-        self.write_to(np.zeros(words, dtype=np.uint32))
+        compiled = _compiled(tokenizer, grammar)
+        self._matcher = compiled.matcher.deep_copy()
+        self._forced = compiled.forced[::-1]  # the run of forced tokens ahead, last one first; the matcher is behind it
+        self.write_to(np.zeros(compiled.words, dtype=np.uint32))
 
     def forced_token(self) -> int:
         """Return the next token if the grammar allows no other, else -1.
@@ -158,6 +162,11 @@ class GrammarMatcher:
             self.mask[token // 32] = 1 << token % 32
         return self.mask.view(np.uint8)
 
+    @property
+    def is_complete(self) -> bool:
+        """Where no token is allowed: True if the completion has the grammar's form, False in a dead end."""
+        return not self._forced and bool(self._matcher.is_accepting())
+
     def accept(self, token: int) -> bool:
         """Go on past ``token``. Return False if the grammar doesn't allow it."""
         if self._forced:
@@ -168,10 +177,66 @@ class GrammarMatcher:
 def check_grammar(tokenizer: Any, grammar: Grammar) -> None:
     """Compile ``grammar``, and keep it. It can take a second, without Python's lock: call it in a thread.
 
-    Raises :class:`GrammarError` naming the part that can't be compiled.
+    Raises :class:`GrammarError` naming the part that can't be compiled, and for a grammar in which a random completion
+    runs into a dead end. Rare dead ends show only while sampling (:func:`check_end`).
     """
     if not GrammarMatcher(tokenizer, grammar).allowed().any():
         raise GrammarError("no completion has the grammar's form")
+    compiled = _compiled(tokenizer, grammar)
+    if compiled.dead_end is None:
+        compiled.dead_end = _walk(tokenizer, grammar)
+    if compiled.dead_end:
+        raise GrammarError(
+            f"it leads into a dead end: no token may follow {compiled.dead_end!r}, which is not complete"
+        )
+
+
+def _walk(tokenizer: Any, grammar: Grammar) -> str:
+    """Return a text after which no token is allowed although it is not complete; ``""`` if none is found.
+
+    Half of the tokens are the marks of JSON where they are allowed, so that the walks don't stay in one text or number.
+    """
+    rng = random.Random(0)
+    marks = [ids[0] for mark in '{["]},:' if len(ids := tokenizer.encode(mark, add_special_tokens=False)) == 1]
+    for _ in range(WALKS):
+        matcher, walked = GrammarMatcher(tokenizer, grammar), list[int]()
+        while len(walked) < WALK_TOKENS:
+            if matcher.forced_token() >= 0:
+                walked += matcher.take_forced()
+                continue
+            bits = np.unpackbits(matcher.allowed(), bitorder="little")
+            if not (allowed := np.flatnonzero(bits)).size:
+                if matcher.is_complete:
+                    break
+                return str(tokenizer.decode(walked))
+            of_json = [token for token in marks if bits[token]] if rng.random() < 0.5 else []
+            walked.append(int(rng.choice(of_json or allowed)))
+            matcher.accept(walked[-1])
+    return ""
+
+
+def check_end(tokenizer: Any, grammar: Grammar, completion: Sequence[int]) -> None:
+    """Raise :class:`DeadEndError` if ``completion``, sampled under ``grammar``, came where no token is allowed.
+
+    Servers then end it, or sample the end of the sequence.
+    """
+    matcher = GrammarMatcher(tokenizer, grammar)
+    place = next((place for place, token in enumerate(completion) if not matcher.accept(token)), None)
+    if place is not None:  # the matcher has failed
+        matcher, completion = GrammarMatcher(tokenizer, grammar), completion[:place]
+        for token in completion:
+            matcher.accept(token)
+    if not matcher.allowed().any() and not matcher.is_complete:
+        raise dead_end(tokenizer, completion)
+
+
+def dead_end(tokenizer: Any, completion: Sequence[int]) -> DeadEndError:
+    """Return the error for a ``completion`` behind which its grammar allows no token."""
+    text = tokenizer.decode(completion[-20:], skip_special_tokens=False)
+    return DeadEndError(
+        f"the grammar allows no token behind {text!r}, although the completion is not complete: change the schema, in "
+        "which two rules exclude each other there"
+    )
 
 
 def allowed_tokens(tokenizer: Any, grammar: Grammar, completion: Sequence[int]) -> AllowedTokens:
@@ -193,30 +258,41 @@ def allowed_tokens(tokenizer: Any, grammar: Grammar, completion: Sequence[int]) 
 _lock = Lock()
 _tokenizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """llguidance's form of each tokenizer, which takes a second to make."""
-_grammars: OrderedDict[tuple[int, str], tuple[Any, list[int], Any]] = OrderedDict()
+_grammars: OrderedDict[tuple[int, str], _Compiled] = OrderedDict()
 """Compiled grammars, the latest used last, by the identity of llguidance's tokenizer, which each entry keeps."""
 
 
-def _compiled(tokenizer: Any, grammar: Grammar) -> tuple[Any, list[int], int]:
-    """Return the matcher behind its first forced tokens, to be copied; these; and a mask's number of 32-bit words."""
+@dataclass(eq=False, slots=True)
+class _Compiled:
+    """A matcher behind its first ``forced`` tokens, to be copied. ``words`` counts the 32-bit words of a mask."""
+
+    matcher: Any
+    forced: list[int]
+    vocabulary: Any
+    words: int
+    dead_end: str | None = None
+    """The text of a dead end, ``""`` if none was found, ``None`` before the search."""
+
+
+def _compiled(tokenizer: Any, grammar: Grammar) -> _Compiled:
     with _lock:
         vocabulary = _vocabulary_of(own_copy(tokenizer))
-        words, key = -(-vocabulary.vocab_size // 32), (id(vocabulary), grammar.text)
+        key = id(vocabulary), grammar.text
         if key in _grammars:
             _grammars.move_to_end(key)
-            return *_grammars[key][:2], words
+            return _grammars[key]
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(vocabulary, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
     if matcher.is_error():
         reason = re.sub(r"^at \d+\(\d+\): ", "", matcher.get_error().splitlines()[0])
         raise GrammarError(reason[:500])
-    run = _forced_run(matcher)
+    compiled = _Compiled(matcher, _forced_run(matcher), vocabulary, -(-vocabulary.vocab_size // 32))
     with _lock:
-        _grammars[key] = matcher, run, vocabulary
+        _grammars[key] = compiled
         while len(_grammars) > CACHED_GRAMMARS:
             _grammars.popitem(last=False)
-    return matcher, run, words
+    return compiled
 
 
 def _forced_run(matcher: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any
 from turnwise.chat.formats import ChatFormat, checked_call
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
-from turnwise.chat.thoughts import CALL_MARKS, Pairs, Thoughts, find_thoughts
+from turnwise.chat.thoughts import CALL_MARKS, CHANNELS, Pairs, Thoughts, find_thoughts
 from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer, ToolCall
 from turnwise.utils.registry import did_you_mean
 
@@ -138,6 +139,16 @@ class KnownFormat(ChatFormat):
             return None
         return self._as_texts(ids[kept:]) if hostile else ids[kept:]
 
+    @cached_property
+    def hidden_marks(self) -> frozenset[int]:
+        """The added tokens that end no turn: the family's parser knows its own among them, a text may lack them."""
+        return frozenset(getattr(self.tokenizer, "added_tokens_decoder", {})) - set(self.stop_token_ids)
+
+    @cached_property
+    def thought_marks(self) -> Pairs:
+        """As in :class:`ChatFormat`, without channels, whose family has a parser that needs them all."""
+        return tuple(pair for pair in super().thought_marks if pair not in CHANNELS)
+
     def check_tools(self, tools: Sequence[Tool]) -> None:
         """Accept all tools: every family supports them."""
 
@@ -192,10 +203,12 @@ class KnownFormat(ChatFormat):
         parts = [self.token_bytes(token).decode("latin-1") for token in ids]
         marks, calls = _as_bytes(self.thought_marks), _as_bytes(CALL_MARKS) if tools else ()
         found = find_thoughts("".join(parts), begun=begun, ended=ended, calls=calls, marks=marks)
-        kept, place = [], 0
+        kept, place, left = [], 0, deque(found.thoughts)
         for token, part in zip(ids, parts, strict=True):
+            while left and left[0][1] <= place:
+                left.popleft()
             place += len(part)
-            if not any(start < place and place - len(part) < end for start, end in found.thoughts):
+            if not (left and left[0][0] < place):
                 kept.append(token)
         found = replace(found, thought=found.thought.encode("latin-1").decode(errors="replace"))
         return found, kept
@@ -211,7 +224,7 @@ class KnownFormat(ChatFormat):
         parser, given, shown = self._renderer_of(self.tokenizer), list(prompt) or None, list(tools) or None
         ids = [*closing, *spoken] if begun and thought else spoken
         parsed = parser.parse_response(ids, tools=shown, prompt_ids=given)
-        if thought and not parsed.reasoning_complete:
+        if thought and (parsed.reasoning_content or not parsed.reasoning_complete):
             ids = [*opening, *closing, *spoken]
             parsed = parser.parse_response(ids, tools=shown, prompt_ids=given)
         return parsed, ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from turnwise.types import Message, Messages
@@ -28,12 +28,13 @@ class ChatError(ValueError):
         self.param = param
 
 
-def plain_messages(messages: Any) -> Messages:
+def plain_messages(messages: Any, join: Callable[[Messages, list[Any]], Messages] | None = None) -> Messages:
     """Return ``messages`` in the form that chat templates take. Raises :class:`ChatError` for a chat they can't hold.
 
     Content becomes one string. The role ``developer`` becomes ``system``. A tool call's arguments become an object,
     unless they are no JSON object. Results of tools take the order of their calls. An old ``function_call`` becomes a
-    tool call, and a ``refusal`` content. Fields that no template reads are left out, see :func:`not_shown`.
+    tool call, and a ``refusal`` content. Fields that no template reads are left out, see :func:`not_shown`. ``join``
+    gets the messages with their ids, and joins those that are parts of one answer.
 
     Example: ``[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]`` gives
     ``[{"role": "system", "content": "Be brief."}]``.
@@ -41,6 +42,8 @@ def plain_messages(messages: Any) -> Messages:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if join is not None:
+        plain = join(plain, [message.get("id") for message in messages])
     return results_in_order(plain)
 
 
@@ -228,6 +231,43 @@ def fold_systems(messages: Messages, *, first: bool, later: bool, begun: bool = 
             folded.append(message)
     _end_with(folded, waiting)
     return folded
+
+
+def join_neighbours(messages: Messages, refused: Callable[[str, str], bool]) -> Messages:
+    """Return ``messages`` for a template that wants roles in turn: no role follows one behind which it is ``refused``.
+
+    Messages of one role become one, of paragraphs. A user's message behind a tool's result becomes the end of that
+    result, as ``"user: <text>"``. A chat that begins with an answer (role ``""`` before it) gets an empty user message.
+    """
+    joined: Messages = []
+    for message in messages:
+        role = message["role"]
+        begins = all(other["role"] in SYSTEM_ROLES for other in joined)
+        before = "" if begins else joined[-1]["role"]
+        if not refused(before, role):
+            joined.append(message)
+        elif begins:
+            joined += [_said("user", [], messages), message]
+        else:
+            joined[-1] = _joined(joined[-1], message)
+    return joined
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Return two messages as one of the first one's role."""
+    text = text_of(second.get("content"), "content")
+    text = text if first["role"] == second["role"] else f"user: {text}"
+    whole = _with_texts(first, after=[text]) if first.get("content") else {"content": text}
+    return joined_parts(first, second, whole["content"])
+
+
+def joined_parts(first: Message, second: Message, content: Any) -> Message:
+    """Return ``first`` with ``content``, and with the reasoning and the calls of both."""
+    joined = {**first, "content": content}
+    reasoning = [message["reasoning_content"] for message in (first, second) if message.get("reasoning_content")]
+    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
+    joined |= {"reasoning_content": "\n\n".join(reasoning)} if reasoning else {}
+    return joined | ({"tool_calls": calls} if calls else {})
 
 
 def _end_with(messages: Messages, texts: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from turnwise.chat.messages import SYSTEM_ROLES, Tool, fold_systems, results_in_order
+from turnwise.chat.messages import SYSTEM_ROLES, Tool, fold_systems, join_neighbours, results_in_order
 from turnwise.chat.tokenizers import ends_of, own_copy
 from turnwise.types import Message, Messages, Tokenizer
 
@@ -28,6 +28,15 @@ EXAMPLE_CHAT: Messages = [
     {"role": "tool", "content": "x", "tool_call_id": "call_0", "name": "look"},
 ]
 """A harmless chat that contains every mark of a template: roles, reasoning, a tool, a call and its result."""
+
+NEIGHBOURS: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("user", "user"): (("user",), (("user", "user"), 0, 1), (("user", "assistant", "user", "user"), 2, 3)),
+    ("assistant", "assistant"): (("user", "assistant", "user"), (("user", "assistant", "assistant", "user"), 1, 2)),
+    ("tool", "user"): (("user", "call", "tool"), (("user", "call", "tool", "user"), 2, 3)),
+    ("", "assistant"): (("user", "assistant", "user"), (("assistant", "user"), 0)),
+}
+"""Roles behind each other that some templates refuse, ``""`` for the beginning of a chat: the roles of a chat without
+them, and chats with them, each with the places of the messages that must be in the prompt."""
 
 CONTENTS: tuple[Callable[[str], Any], ...] = (str, lambda text: [{"type": "text", "text": text}])
 """A text as the content of a message. Templates of models that see images may take only the second form."""
@@ -72,10 +81,11 @@ class ChatEncoder:
         """Return the chat as the template takes it.
 
         Results of tools are put into the order of their calls. Leading system messages are joined. Where the template
-        takes no system message, it becomes part of the next user message. Raises
+        takes no system message, it becomes part of the next user message. Where it wants roles in turn, messages of one
+        role are joined, see :func:`~turnwise.chat.messages.join_neighbours`. Raises
         :class:`~turnwise.chat.messages.ChatError` for results that belong to no call, and for calls without a result.
         """
-        return self._with_systems(results_in_order(messages))
+        return self._in_turn(self._with_systems(results_in_order(messages)))
 
     def _ids(
         self,
@@ -141,28 +151,53 @@ class ChatEncoder:
         first, later = self._takes_first_system, self._takes_later_systems
         return fold_systems(messages, first=first, later=later, begun=begun)
 
+    def _in_turn(self, messages: Messages, *, begun: bool = False) -> Messages:
+        """Return a chat, or the rest of a ``begun`` one, with roles in turn if the template wants it."""
+        roles = [message["role"] for message in messages if message["role"] not in SYSTEM_ROLES]
+        pairs = zip(["assistant" if begun else "", *roles], roles, strict=False)
+        if not any(pair in NEIGHBOURS and self._refuses(pair) for pair in pairs):
+            return messages
+        return join_neighbours(messages, lambda *pair: pair in NEIGHBOURS and self._refuses(pair))
+
+    def _refuses(self, pair: tuple[str, str]) -> bool:
+        """True if the template takes a chat of roles in turn, and not the same one with ``pair`` in it, or hides it."""
+        if pair not in self._refused:
+            plain, *others = NEIGHBOURS[pair]
+            self._refused[pair] = self._shows(plain) and not all(self._shows(*other) for other in others)
+        return self._refused[pair]
+
+    @cached_property
+    def _refused(self) -> dict[tuple[str, str], bool]:
+        return {}
+
     @cached_property
     def _takes_first_system(self) -> bool:
-        return self._shows_system("system", "user")
+        return self._shows(("system", "user"), 0)
 
     @cached_property
     def _takes_later_systems(self) -> bool:
-        later = (("user", "system"), ("user", "assistant", "system", "user"))
+        later = (("user", "system"), ("user", "system", "user"), ("user", "assistant", "system", "user"))
         firsts = ((), ("system",)) if self._takes_first_system else ((),)
-        return all(self._shows_system(*first, *chat) for first in firsts for chat in later)
+        chats = [(*first, *chat) for first in firsts for chat in later]
+        return all(self._shows(roles, len(roles) - 1 - roles[::-1].index("system")) for roles in chats)
 
-    def _shows_system(self, *roles: str) -> bool:
-        """True if the template takes a chat of these roles, and the text of the last system message is in it."""
-        last = len(roles) - 1 - roles[::-1].index("system")
+    def _shows(self, roles: Sequence[str], *places: int) -> bool:
+        """True if the template takes a chat of these roles, and the text of the message at each of ``places`` is in it.
 
-        def shown(content: Callable[[str], Any], text: str) -> list[int]:
-            texts = [text if index == last else "x" for index in range(len(roles))]
+        The role ``"call"`` is that of an answer that calls a tool.
+        """
+        tools = [EXAMPLE_TOOL] if "call" in roles else []
+
+        def shown(content: Callable[[str], Any], place: int, text: str) -> list[int]:
+            texts = [text if index == place else "x" for index in range(len(roles))]
             chat = [{"role": role, "content": content(text)} for role, text in zip(roles, texts, strict=True)]
-            return self.render(self.tokenizer, chat)
+            chat = [{**EXAMPLE_CHAT[2], "content": ""} if message["role"] == "call" else message for message in chat]
+            return self.render(self.tokenizer, chat, tools)
 
         for content in CONTENTS:
             try:
-                if shown(content, "x") != shown(content, "yz 1"):
+                plain = shown(content, 0, "x")
+                if all(plain != shown(content, place, "yz 1") for place in places):
                     return True
             except Exception:  # a template may raise anything for a chat that it doesn't take
                 continue

@@ -13,6 +13,7 @@ are text. The rules:
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +28,9 @@ MARKS: tuple[tuple[str, str], ...] = (
     ("◁think▷", "◁/think▷"),
 )
 """Opening and closing marks of reasoning, by which the model families write it. The first pair is the common one."""
+
+CHANNELS = tuple((f"<|channel|>{name}", "<|channel|>final<|message|>") for name in ("analysis", "commentary"))
+"""The marks of gpt-oss: all before its last channel is a thought."""
 
 CALL_MARKS: tuple[tuple[str, str], ...] = (
     ("<tool_call>", "</tool_call>"),
@@ -57,9 +61,16 @@ class Thoughts:
 
     def answer_without_calls(self, text: str) -> str:
         """Return the text outside of thoughts and calls, also of an answer before a thought that is open."""
-        spoken = [index for start, end in self.answers for index in range(start, end)]
-        inside = {index for start, end in self.calls for index in range(start, end)}
-        return "".join(text[index] for index in spoken if index not in inside).lstrip()
+        kept, calls = [], deque(self.calls)
+        for start, end in self.answers:
+            while calls and calls[0][0] < end:
+                kept.append(text[start : calls[0][0]])
+                start = max(start, min(calls[0][1], end))
+                if calls[0][1] > end:
+                    break
+                calls.popleft()
+            kept.append(text[start:end])
+        return "".join(kept)
 
     def answer(self, text: str) -> str:
         """Return the text outside of the thoughts; ``""`` if the text ends inside one."""
@@ -82,7 +93,7 @@ def find_thoughts(
     answers: list[tuple[int, int]] = []
     found_calls: list[tuple[int, int]] = []
     start, here, calls_end = 0, 0, 0
-    inside = begun
+    inside = begun or (not ended and _begins_mark(text, marks))
     while True:
         if inside:
             close = closes.search(text, here)
@@ -111,9 +122,14 @@ def find_thoughts(
                 thoughts.append((0, here))
                 start, calls_end, answers, found_calls = here, here, [], []
         else:
+            if found_calls and found_calls[-1][1] == len(text):
+                here = mark.end()
+                continue
             end = _end_of_call(text, mark, calls)
             here = calls_end = len(text) if end is None else end
             found_calls.append((mark.start(), here))
+            if end is None and _opens_next(text, mark.end(), marks):
+                here = calls_end = mark.end()  # a call without an end hides no thought
     if not inside:
         return _found(text, answers, thoughts, marks, calls=found_calls)
 
@@ -149,7 +165,21 @@ def opens_thought(text: str, marks: Pairs = MARKS, *, whole: bool = False) -> bo
 def marks_of(spellings: Iterable[str]) -> Pairs:
     """Return the marks of a tokenizer with these added tokens: the common pair, and those it has a token for."""
     known = set(spellings)
-    return tuple(pair for pair in MARKS if pair == THINK or pair[1] in known)
+    own = tuple(pair for pair in MARKS if pair == THINK or pair[1] in known)
+    return (*own, *CHANNELS) if "<|channel|>" in known else own
+
+
+def _opens_next(text: str, start: int, marks: Pairs) -> bool:
+    """True if the next mark of reasoning in a text is an opening one."""
+    opens, closes, _ = _patterns(marks, ())
+    opened, closed = opens.search(text, start), closes.search(text, start)
+    return opened is not None and (closed is None or opened.start() < closed.start())
+
+
+def _begins_mark(text: str, marks: Pairs) -> bool:
+    """True if a text that was cut is the first part of a mark, such as ``<thi``."""
+    said = text.strip()
+    return bool(said) and any(mark.startswith(said) for pair in marks for mark in pair)
 
 
 def _found(

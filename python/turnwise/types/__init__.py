@@ -24,6 +24,7 @@ from turnwise.types.capabilities import (
 from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
 from turnwise.types.model_calls import (
     ContextLengthError,
+    DeadEndError,
     FinishReason,
     Grammar,
     InferenceClient,
@@ -70,6 +71,7 @@ __all__ = [
     "ContextLengthError",
     "CreditAssigner",
     "CreditCapabilities",
+    "DeadEndError",
     "EpisodeRequest",
     "EpisodeState",
     "ExplainedCredit",

@@ -157,12 +157,19 @@ class ContextLengthError(ModelError):
     actor_id: str | None = None
 
 
+class DeadEndError(ModelError):
+    """A completion came where its grammar allows no further token, although it is not complete."""
+
+    passes = False
+
+
 @runtime_checkable
 class InferenceClient(Protocol):
     """Samples token ids from token ids. It returns one response per request, in the order of the requests.
 
     ``generate`` raises :class:`ModelError` if it can't serve a request, ``ContextLengthError`` for a prompt that is too
-    long. ``load_weights`` checks names and shapes before it changes any weight; later responses carry ``version``.
+    long, and ``DeadEndError`` for a grammar that led nowhere. ``load_weights`` checks names and shapes before it
+    changes any weight; later responses carry ``version``.
     A client that declares ``capabilities`` (:class:`ClientCapabilities`) can do more, or less, than their defaults.
     """
 

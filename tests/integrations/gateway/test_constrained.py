@@ -10,10 +10,11 @@ import httpx
 import jsonschema
 import pytest
 
+import turnwise.chat.grammar as grammars
 from turnwise.arena import Arena
 from turnwise.credit import ConstantCredit
 from turnwise.inference import ScriptedClient, TransformersClient
-from turnwise.integrations.gateway import AgentEpisode, Gateway
+from turnwise.integrations.gateway import AgentEpisode, Gateway, server
 from turnwise.run import clients
 from turnwise.tasks.tiny import build_model
 from turnwise.train import Policy, Trainer
@@ -150,3 +151,60 @@ def test_a_runs_own_vllm_servers_start_for_grammars_only_if_asked(monkeypatch: p
     options = {"task": "gateway:my_agent:agent", "rollout": {"client": "vllm"}, "gateway": {"structured": structured}}
     clients.build_client(config_from_dict({"policies": {"default": {}}, **options}), None, {})
     assert started == [structured == "constrained"]
+
+
+DEAD = {
+    "type": "object",
+    "properties": {"n": {"enum": [5, 10]}},
+    "required": ["n"],
+    "additionalProperties": False,
+    "patternProperties": {"^n$": {"type": "integer"}},
+}
+DEAD_FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": DEAD}}
+DEAD_TOOL = {**ADD, "function": {**ADD["function"], "parameters": DEAD}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"response_format": DEAD_FORM}, "response_format"),
+        ({"tools": [DEAD_TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [DEAD_TOOL], "response_format": FORM}, "response_format"),
+    ],
+)
+def test_a_schema_that_can_lead_nowhere_is_refused(asked, field) -> None:
+    async def agent(question, models):
+        refused = await post(models, **asked)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "unsupported", field)
+        assert "leads into a dead end" in error["message"] and '"n": ' in error["message"]
+        return 1.0
+
+    [result] = played(agent)
+    assert result.rollout.error is None and result.rollout.metrics["gateway/refused/unsupported/agent"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_end_that_shows_while_sampling_is_an_error_of_its_own(stream, monkeypatch) -> None:
+    """It is counted and fails nothing else; of several choices none trains."""
+    monkeypatch.setattr(grammars, "WALKS", 0)
+    monkeypatch.setattr(server, "KEEP_ALIVE", 0.0 if stream else 10.0)  # the stream has begun before the error
+    grammars._grammars.clear()
+
+    async def agent(question, models):
+        for n in (1, 1, 1, 1, 1, 1, 8):
+            answers.append(await post(models, response_format=DEAD_FORM, n=n, stream=stream))
+        return 1.0
+
+    answers: list[httpx.Response] = []
+    [result] = played(agent)
+    assert result.rollout.error is None and result.rollout.rewards == {"agent": 1.0}
+    *single, several = ['"grammar_dead_end"' in answer.text for answer in answers]
+    assert several and 0 < sum(single) < len(single)
+    assert result.rollout.metrics["gateway/refused/grammar_dead_end/agent"] == sum(single) + 1
+    assert not any('"finish_reason": "length"' in answer.text for answer in answers)
+    if not stream:
+        assert [answer.status_code for answer in answers] == [400 if dead else 200 for dead in (*single, several)]
+    trained = [step for step in result.rollout.steps if step.trainable]
+    assert len(trained) == len(single) - sum(single)
+    assert all(step.turn == 6 and step.info["lost"] for step in result.rollout.steps if not step.trainable)

@@ -122,6 +122,19 @@ sys.exit(3)
     assert "was killed by SIGKILL" in rollout.error
 
 
+@needs_bubblewrap
+def test_nothing_in_a_container_changes_the_result_after_the_agent_has_ended(tmp_path):
+    code = """
+agent = os.getpid()
+detached("while os.path.exists('/proc/%d' % agent): time.sleep(0.001)\\ntime.sleep(0.2); result(1)")
+ask("x")
+result(0)
+"""
+    rollout = play_contained(tmp_path, code)
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"solver": 0.0}
+
+
 def named(marker: str) -> list[str]:
     """The processes of this machine that have ``marker`` on their command line."""
     found = []

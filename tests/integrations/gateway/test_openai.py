@@ -12,7 +12,7 @@ from turnwise.samples.collect import collect_samples, mixed_prompts
 from turnwise.types import Actor, Sampling
 
 from .helpers import ADD, LOGPROBS, USER, call_of, play
-from .wires import Chat, Responses, asked
+from .wires import Chat, Responses, asked, every
 
 
 def test_log_probabilities_are_those_of_the_step():
@@ -60,6 +60,29 @@ def test_responses_have_them_if_they_are_included(stream):
 def test_metadata_sets_the_turn():
     played = asked(Chat, ["4"], {"metadata": {"turn": "5"}}, {})
     assert [step.turn for step in played.steps] == [5, 1]
+
+
+TURNS = {
+    "equal": [2, 2, 2],
+    "equal to a counted one": [None, 0, None, 2],
+    "in another order": [1, 0, 1, 0],
+}
+
+
+@every
+@pytest.mark.parametrize("name", TURNS)
+def test_calls_of_one_turn_have_their_own_seeds(wire, name):
+    """In each attempt the same ones; and a call alone in its turn has the seed of its turn."""
+    turns = TURNS[name]
+    calls = [{} if turn is None else {"metadata": {"turn": str(turn)}} for turn in turns]
+    played = asked(wire, ["4"], *calls)
+    seeds = [step.info["seed"] for step in played.steps]
+    assert [step.turn for step in played.steps] == [place if turn is None else turn for place, turn in enumerate(turns)]
+    assert len(set(seeds)) == len(turns)
+    counted = [step.info["seed"] for step in asked(wire, ["4"], *[{}] * 4).steps]
+    firsts = {step.turn: step.info["seed"] for step in reversed(played.steps)}
+    assert firsts == {turn: counted[turn] for turn in firsts}
+    assert [step.info["seed"] for step in asked(wire, ["4"], *calls).steps] == seeds
 
 
 def test_raw_chunks_come_in_order():

@@ -116,6 +116,12 @@ FAILURES = {
     "bytes": ("open(os.environ['TURNWISE_RESULT'], 'wb').write(b'\\xff\\xfe')", "a TURNWISE_RESULT that is no JSON"),
     "nest": ("open(os.environ['TURNWISE_RESULT'], 'w').write('[' * 100000)", "a TURNWISE_RESULT that is no JSON"),
     "folder": ("os.mkdir(os.environ['TURNWISE_RESULT'])", "TURNWISE_RESULT"),
+    "link": (
+        "os.symlink(os.environ['TURNWISE_QUESTION'], os.environ['TURNWISE_RESULT'])",
+        "a TURNWISE_RESULT that is no",
+    ),
+    "pipe": ("os.mkfifo(os.environ['TURNWISE_RESULT'])", "a TURNWISE_RESULT that is no JSON (it is no regular file)"),
+    "endless": ("open(os.environ['TURNWISE_RESULT'], 'w').truncate(1 << 40)", "more than 16777216 bytes"),
     "not a number": ("result(float('nan'))", "expected a finite number"),
     "text": ("result('right')", "expected a finite number"),
     "unknown actor": ("result({'judge': 1})", "has 'judge'"),
@@ -203,6 +209,39 @@ while len([name for name in os.listdir(os.environ["NOTES"]) if name.startswith("
     pids = noted_processes(tmp_path)
     assert len(pids) == 4
     assert [pid for pid in pids if runs(pid)] == []
+
+
+CHANGES = {
+    "written again": "result(1)",
+    "written beside it": "json.dump(1, open('other', 'w')); os.replace('other', os.environ['TURNWISE_RESULT'])",
+    "removed": "os.remove(os.environ['TURNWISE_RESULT'])",
+    "a link": "os.remove(os.environ['TURNWISE_RESULT']); os.symlink('/etc/hostname', os.environ['TURNWISE_RESULT'])",
+}
+LATE = """
+note("pid%d" % os.getpid(), os.getpid())
+while os.path.exists("/proc/%d" % agent):
+    time.sleep(0.001)
+time.sleep(0.2)
+CHANGE
+note("changed", "yes")
+"""
+"""A process that waits for the end of its agent, and then changes what it left. An episode's grace is longer."""
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_nothing_changes_the_result_after_the_agent_has_ended(tmp_path, change):
+    code = f"""
+agent = os.getpid()
+detached({LATE.replace("CHANGE", change)!r})
+while not [name for name in os.listdir(os.environ["NOTES"]) if name.startswith("pid")]:
+    time.sleep(0.001)
+ask("x")
+result(0)
+"""
+    [rollout], _ = play_process(tmp_path, code)
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"solver": 0.0} and not (tmp_path / "changed").exists()
+    assert not any(map(runs, noted_processes(tmp_path)))
 
 
 @pytest.mark.parametrize("who", ["agent", "supervisor"])

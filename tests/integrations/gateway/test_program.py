@@ -48,6 +48,33 @@ def play_program(tmp_path, question, script=PROGRAM, arguments=("--task={questio
     return result.rollout, seen
 
 
+LATE = """
+import time
+agent = os.getpid()
+if os.fork() == 0:
+    os.setsid()
+    open("late", "w").close()
+    while os.path.exists(f"/proc/{agent}"):
+        time.sleep(0.001)
+    time.sleep(0.2)
+    print("late", flush=True)
+    open("answer.txt", "w").write("5")
+    open("late.json", "w").write("5")
+    os._exit(0)
+while not os.path.exists("late"):
+    time.sleep(0.001)
+"""
+"""A process of the program that changes its files and its output once the program has ended."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_nothing_changes_the_files_and_the_output_after_the_program_has_ended(tmp_path):
+    rollout, [extras] = play_program(tmp_path, {"text": "x"}, PROGRAM + LATE)
+    assert rollout.error is None, rollout.error
+    assert extras["output"] == "done" and extras["files"].keys() == {"answer.txt", "seen.json"}
+    assert extras["files"]["answer.txt"] == "4"
+
+
 def test_rubric_scores_the_output_and_files_of_a_program(tmp_path):
     question = {"text": "-rf {question[answer]} $(id)\n'\"", "answer": 4}
     rollout, [extras] = play_program(tmp_path, question, stdin="{question[text]} is {question[answer]}, {x}")

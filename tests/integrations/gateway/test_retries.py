@@ -137,6 +137,104 @@ async def soon(start, when):
     return await start()
 
 
+class Held:
+    """A script that says the number of its call, once all ``go``."""
+
+    def __init__(self):
+        self.asked, self.cancelled, self.go = [], [], asyncio.Event()
+
+    async def __call__(self, request):
+        self.asked.append(request)
+        number = str(len(self.asked))
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        return number
+
+
+FRESH = [("x-stainless-retry-count", "0")]
+RESENT_TWICE = [("x-stainless-retry-count", "2")]
+
+# Four equal requests with their headers at the same time, the clients that leave, and the equal requests that follow.
+PARALLEL = {
+    "one is sent again": ([], [0], [RESENT]),
+    "one of an SDK's": (FRESH, [0], [RESENT]),
+    "the last one": (FRESH, [3], [RESENT]),
+    "two are sent again": (FRESH, [1, 2], [RESENT, RESENT]),
+    "the first attempt never arrived": ([], [0], [RESENT_TWICE]),
+    "a new one comes before": (FRESH, [0], [FRESH, RESENT]),
+    "a new one comes behind": (FRESH, [0], [RESENT, FRESH]),
+    "clients without headers": ([], [0, 2], [[], []]),
+    "a new one of a client without headers": ([], [0], [[], RESENT]),
+    "one whose client is still there": (FRESH, [], [RESENT]),
+}
+
+
+@both
+@pytest.mark.parametrize("name", PARALLEL)
+def test_a_retry_among_equal_requests_takes_no_other_answer(wire, name):
+    headers, leave, follow = PARALLEL[name]
+    script = Held()
+
+    async def agent(seen, models):
+        running = []
+        for place in range(4):
+            left = asyncio.Event()
+            gone = left.is_set if place in leave else None
+            ask = lost(models["solver"], wire, headers, body=A, wait_for=gone, read=gone is None)
+            running.append((asyncio.ensure_future(ask), left))
+            await until(lambda: len(script.asked) == len(running))
+        for place in leave:
+            running[place][1].set()
+            await running[place][0]
+        await until(lambda: len(script.cancelled) == len(leave))
+        for more in follow:
+            asked = len(script.asked)
+            ask = lost(models["solver"], wire, more, body=A, read=True)
+            running.append((asyncio.ensure_future(ask), None))
+            await until(lambda: len(script.asked) > asked)  # noqa: B023
+        script.go.set()
+        answers = await asyncio.gather(*(ask for ask, _ in running))
+        seen += [text_of(answer) for answer in answers if answer]
+
+    played = play(agent, script)
+    requests = 4 - len(leave) + len(follow)
+    assert len(set(played.seen)) == requests == len(played.steps)
+    assert len({step.info["seed"] for step in played.steps}) == requests
+    assert len({step.turn for step in played.steps}) == requests
+    assert played.metrics.get("gateway/retries_unmatched/solver", 0) == (name in UNMATCHED)
+
+
+UNMATCHED = "a new one comes before", "a new one of a client without headers", "one whose client is still there"
+"""Retries of no call that is known to be lost: each is a sample of its own."""
+
+
+async def until(ready):
+    while not ready():
+        await asyncio.sleep(0.001)
+
+
+def test_a_retry_that_is_lost_too_stays_the_same_call():
+    script = Held()
+
+    async def agent(seen, models):
+        others = [asyncio.ensure_future(lost(models["solver"], headers=FRESH, body=A, read=True)) for _ in range(2)]
+        await until(lambda: len(script.asked) == 2)
+        for nth, headers in enumerate((FRESH, RESENT), 1):
+            await lost(models["solver"], headers=headers, body=A, wait_for=lambda: len(script.asked) == 2 + nth)  # noqa: B023
+            await until(lambda: len(script.cancelled) == nth)  # noqa: B023
+        last = asyncio.ensure_future(lost(models["solver"], headers=RESENT_TWICE, body=A, read=True))
+        await until(lambda: len(script.asked) == 5)
+        script.go.set()
+        seen += map(text_of, await asyncio.gather(*others, last))
+
+    played = play(agent, script)
+    assert played.seen == ["1", "2", "5"] and [step.turn for step in played.steps] == [0, 1, 2]
+    assert script.asked[2].sampling.seed == script.asked[4].sampling.seed
+
+
 @both
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_hangs_up_cancels_its_call(wire, stream):

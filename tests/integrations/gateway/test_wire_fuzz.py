@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.chat.messages import ChatError
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from turnwise.integrations.gateway.wire.ask import WireError
+from turnwise.integrations.gateway.wire.ask import Earlier, WireError
 
 from .helpers import ADD
 
@@ -77,7 +77,8 @@ MESSAGES = {
     "thread": {"type": "continue", "previous_message_id": "msg_1"},
     "max_tokens": 9,
 }
-EARLIER = {"1": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], [])}
+EARLIER = Earlier({"1": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], [])})
+EARLIER.answers["c"] = {"role": "assistant", "content": "hm"}
 WHOLE = {
     "chat": (openai_chat, CHAT),
     "responses": (openai_responses, RESPONSES),

@@ -250,23 +250,45 @@ def stop_token_ids(request: ModelRequest, tokenizer: Tokenizer) -> tuple[int, ..
 def stop_check(sampling: Sampling, tokenizer: Any, prompt: Sequence[int]) -> Callable[[Sequence[int]], bool] | None:
     """Return a function that is true for completion ids whose end completes a stop string; ``None`` without any.
 
-    Stop strings count in the answer alone, not in a thought or in a call.
+    Stop strings count in the answer alone, not in a thought or in a call. The function is asked after each token.
     """
     if not sampling.stop:
         return None
+    format = ChatRenderer(tokenizer)
+    begun, marks = format.opens_thought(prompt), format.thought_marks
+    call_closing = tuple(mark for _, mark in CALL_MARKS)
+    closing = (*call_closing, *(mark for _, mark in marks))
     # A token may hold a single byte, and the first ones of the window may lack the bytes before them.
-    window = max(len(text.encode(errors="replace")) for text in sampling.stop) + 4
+    window, mark_window = (
+        max(len(text.encode(errors="replace")) for text in texts) + 4 for texts in (sampling.stop, closing)
+    )
+    inside = said = False
+    left, read = "", 0  # the text after the last whole thought among the tokens that were read
 
     def stopped(ids: Sequence[int]) -> bool:
-        text = tokenizer.decode(list(ids[-window:]), skip_special_tokens=False)
-        if not any(stop in text for stop in sampling.stop):
+        nonlocal begun, inside, left, read, said
+        if inside:  # a thought may be long and hold many stop strings: wait for its end
+            end = _text_of(tokenizer, ids[-mark_window:])
+            inside = not any(mark in end for mark in closing)
+        if inside or not any(stop in _text_of(tokenizer, ids[-window:]) for stop in sampling.stop):
             return False
-        text, format = tokenizer.decode(list(ids), skip_special_tokens=False), ChatRenderer(tokenizer)
-        begun, marks = format.opens_thought(prompt), format.thought_marks
+        text = left + _text_of(tokenizer, ids[read:])
         found = find_thoughts(text, begun=begun, ended=False, calls=CALL_MARKS, marks=marks)
-        return any(stop in found.answer_without_calls(text) for stop in sampling.stop)
+        spoken = found.answer_without_calls(text)
+        if any(stop in (spoken if said else spoken.lstrip()) for stop in sampling.stop):
+            return True
+        in_call = bool(found.calls) and found.calls[-1][1] == len(text) and not text.endswith(call_closing)
+        inside = found.is_open or in_call
+        whole = found.thoughts[:-1] if found.is_open else found.thoughts
+        if whole and not in_call and not text.endswith("\ufffd"):
+            begun, said, left, read = False, said or bool(spoken.strip()), text[whole[-1][1] :], len(ids)
+        return False
 
     return stopped
+
+
+def _text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> ModelResponse:
@@ -276,9 +298,16 @@ def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> 
     """
     stopped = stop_check(sampling, tokenizer, response.prompt_token_ids)
     ids = response.completion_token_ids
-    end = next((end for end in range(1, len(ids) + 1) if stopped and stopped(ids[:end])), None)
-    if end is None:
+    if stopped is None:
         return response
+    seen: list[int] = []
+    for token in ids:
+        seen.append(token)
+        if stopped(seen):
+            break
+    else:
+        return response
+    end = len(seen)
     runs, left = [], end
     for count, version in response.policy_versions:
         runs.append((min(count, left), version))

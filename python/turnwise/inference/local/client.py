@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from turnwise.chat.grammar import check_grammar
+from turnwise.chat.grammar import check_grammar, dead_end
 from turnwise.chat.tokenizers import keep_ends, own_copy
 from turnwise.inference.common.base import (
     ClientBase,
@@ -39,7 +39,15 @@ from turnwise.inference.local.decode import (
 )
 from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_models, sampling_mode
 from turnwise.inference.weights.load import copy_weights
-from turnwise.types import ClientCapabilities, ModelError, ModelRequest, ModelResponse, RoutedExperts, Tokenizer
+from turnwise.types import (
+    ClientCapabilities,
+    DeadEndError,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    RoutedExperts,
+    Tokenizer,
+)
 from turnwise.utils.threads import to_thread
 
 _QUIET_TICKS = 16
@@ -149,9 +157,9 @@ class TransformersClient(ClientBase):
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order.
 
-        Raises ``ValueError`` for an unknown policy, an empty prompt or a grammar that can't be compiled,
-        ``ContextLengthError`` for a prompt that leaves no room for a token, and ``ModelError`` if the forward pass
-        fails or the client is closed.
+        Raises ``ValueError`` for an unknown policy, an empty prompt or a grammar that can't be used,
+        ``ContextLengthError`` for a prompt that leaves no room for a token, ``DeadEndError`` if a grammar allows no
+        further token, and ``ModelError`` if the forward pass fails or the client is closed.
         """
         if self._closed:
             raise ModelError("the client is closed")
@@ -330,7 +338,7 @@ class TransformersClient(ClientBase):
             seen = len(self._waiting)
 
     # -- computing, in the worker thread ------------------------------------------------------------------------------
-    def _compute(self, policy: str, jobs: list[_PendingRequest]) -> list[ModelResponse]:
+    def _compute(self, policy: str, jobs: list[_PendingRequest]) -> list[ModelResponse | DeadEndError]:
         loaded = self._policies[policy]
         whole, each = (nullcontext(), ForwardLock(loaded, self._busy)) if self._in_flight else (self._busy, None)
         with whole, sampling_mode(loaded.model, self._shares_modules):
@@ -355,8 +363,10 @@ class TransformersClient(ClientBase):
             device = loaded.model.get_input_embeddings().weight.device
             return completion_logprobs(loaded.model, rows, device, cached=loaded.cached)
 
-    def _response(self, job: _PendingRequest, completion: Completion) -> ModelResponse:
+    def _response(self, job: _PendingRequest, completion: Completion) -> ModelResponse | DeadEndError:
         ids = completion.token_ids
+        if completion.dead_end:
+            return dead_end(self._tokenizer, ids)
         return ModelResponse(
             text=self._tokenizer.decode(ids, skip_special_tokens=True),
             completion_token_ids=ids,

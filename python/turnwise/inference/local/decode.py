@@ -74,6 +74,8 @@ class Completion:
     finish_reason: FinishReason
     versions: list[int]
     experts: np.ndarray | None = None
+    dead_end: bool = False
+    """Its grammar allows no further token, although it is not complete."""
 
 
 def complete(
@@ -208,6 +210,8 @@ class _Drawn:
         self.aborted: set[int] = set()
         self.stopped: set[int] = set()
         """The rows that a stop string ended."""
+        self.dead_ends: set[int] = set()
+        """The rows that their grammar led nowhere."""
         self.decoded = 0
         """Positions that passed through the model."""
         self.experts: list[np.ndarray] = []
@@ -289,7 +293,8 @@ class _Drawn:
             for (version, first), end in zip(self.versions, ends, strict=True):
                 versions += [version] * (end[row] - first[row])
             reason: FinishReason = "stop" if row in self.stopped or ids[count - 1] in stop_ids else "length"
-            completions.append(Completion(ids[:count], logprobs[:count], reason, versions))
+            completion = Completion(ids[:count], logprobs[:count], reason, versions, dead_end=row in self.dead_ends)
+            completions.append(completion)
         return completions
 
 
@@ -339,10 +344,14 @@ def _decode(
         else:
             tokens, logprobs = grammars.draw(sampler, logits, alive.rows, begin)
             drawn.add(alive, tokens, logprobs, version)
-            ended = grammars.accept(alive.rows, tokens, alive.going)
+            stuck = grammars.accept(alive.rows, tokens, alive.going)
+            ended: list[int] = []
             if paths is not None:
-                runs, stuck = grammars.take_runs(alive.rows, alive.going)
-                ended += drawn.add_runs(alive, runs) + stuck if runs else []
+                runs, behind = grammars.take_runs(alive.rows, alive.going)
+                ended = drawn.add_runs(alive, runs) if runs else []
+                stuck += [row for row in behind if row not in ended]
+            drawn.dead_ends.update(filter(grammars.in_dead_end, stuck))
+            ended += stuck
             if ended:
                 alive.going &= ~torch.isin(alive.rows, torch.tensor(ended, device=logits.device))
         if left := set(abandoned()) - drawn.aborted:

@@ -141,6 +141,9 @@ class RowGrammars:
         for row, matcher in self._matchers.items():
             self._masks[row] = 0
             matcher.write_to(self._masks[row, : len(matcher.mask)])
+        # The tokenizer's tokens that the model doesn't have are never drawn.
+        bits = np.packbits(np.arange(words * 32) < vocabulary, bitorder="little")
+        self._known = bits.view(np.uint32)
         # The only token that a row may have next, or -1. Its mask is not written.
         self._forced = [-1] * len(grammars)
         self._look_ahead(self._matchers)
@@ -186,6 +189,10 @@ class RowGrammars:
         runs = {row: self._matchers[row].take_forced() for row, goes in index if goes and self._forced[row] >= 0}
         return runs, self._look_ahead(runs)
 
+    def in_dead_end(self, row: int) -> bool:
+        """True for a row that no token can continue, and that is not complete."""
+        return not self._matchers[row].is_complete
+
     def _look_ahead(self, rows: Iterable[int]) -> list[int]:
         """Find the forced token of each row or else its mask. Return the rows with an empty mask: they draw nothing."""
         written = []
@@ -194,7 +201,12 @@ class RowGrammars:
             self._forced[row] = token = matcher.forced_token()
             if token < 0:
                 matcher.write_mask()
-                written.append(row)
+                self._masks[row] &= self._known
+            elif token >= self._vocabulary:
+                self._masks[row] = 0
+            else:
+                continue
+            written.append(row)
         lives = self._masks.take(written, axis=0).any(axis=1) if written else None
         ended = [] if lives is None or lives.all() else [written[at] for at in np.flatnonzero(~lives)]
         for row in ended:  # it may stay in the batch for a while

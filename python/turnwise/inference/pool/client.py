@@ -200,8 +200,8 @@ class PoolClient(GatedScoringClient):
     async def _one(self, request: ModelRequest) -> ModelResponse:
         """Ask one engine after the other, with the same seed, until one answers.
 
-        Raises the errors that the request causes (``ValueError``, ``ContextLengthError``), and ``ModelError`` if no
-        engine is left, if the request failed ``attempts`` times, or if no engine can answer it.
+        Raises the errors that the request causes (``ValueError``, ``ContextLengthError``, ``DeadEndError``), and
+        ``ModelError`` if no engine is left, if the request failed ``attempts`` times, or if no engine can answer it.
         """
         if request.sampling.seed is None:
             request = replace(request, sampling=request.sampling.with_(seed=int(self._seeds.integers(2**63))))

@@ -17,6 +17,7 @@ from turnwise.inference.weights.weight_block import check_memory, storage_key
 from turnwise.types import (
     CheckedClient,
     ContextLengthError,
+    DeadEndError,
     InferenceClient,
     MeasuredClient,
     ModelError,
@@ -135,7 +136,7 @@ class PoolEngine:
             return response
         except (ModelError, OSError) as error:
             final = isinstance(error, EndpointError) and error.status in REFUSED
-            if final or isinstance(error, ContextLengthError):
+            if final or isinstance(error, (ContextLengthError, DeadEndError)):
                 raise
             raise EngineFailed.by(error) from error
         finally:

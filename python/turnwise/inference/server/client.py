@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from torch import Tensor, nn
 
+from turnwise.chat.grammar import check_end
 from turnwise.chat.tokenizers import own_copy
 from turnwise.inference.common.base import (
     GatedScoringClient,
@@ -91,6 +92,7 @@ class VLLMServerClient(GatedScoringClient):
       without a common folder. ``"ipc"`` reaches a server on the same GPU. Clients of one pool share one, by
       ``SharedTransfer(transfer_to(...)).lend()``.
     - ``grammars``: the server has the tokenizer, and llguidance constrains its tokens (vLLM's backend ``guidance``).
+      A completion that its grammar led nowhere raises ``DeadEndError``, which needs llguidance here, too.
     - ``routed_experts``: responses have the experts that a mixture of experts chose. The server must return them
       (``--engine-arg enable_return_routed_experts=True``); an answer without them raises ``ModelError``.
 
@@ -261,6 +263,8 @@ class VLLMServerClient(GatedScoringClient):
             raise sampling_error(error, body["model"]) from error
         limit = body["sampling_params"]["max_tokens"]
         completion = read_completion(content, self._server.where, limit, info.vocabulary)
+        if request.sampling.grammar is not None:  # in a dead end vLLM samples the end of the sequence
+            await to_thread(check_end, self._tokenizer, request.sampling.grammar, completion.token_ids)
         versions = self._versions_of(request.policy, completion)
         if versions is None:
             await self._wait_for_update()

@@ -1,7 +1,7 @@
 """A gateway: agents of any framework call models by a base URL, and their calls become token-exact training samples.
 
-Read in this order: settings, models, constrained, session, children, server, gateway, episode, process, replay, task,
-remote.
+Read in this order: settings, models, constrained, calls, session, children, server, gateway, episode, process, replay,
+task, remote.
 May import: types, utils, state, chat, arena, tasks, inference, inference.common, train.
 """
 

@@ -12,6 +12,11 @@ from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.threads import to_thread
 
 
+def form_of(ask: Ask) -> str:
+    """Return the field that asks for the form of the answer."""
+    return "tool_choice" if ask.choice.forced else "response_format"
+
+
 async def grammar_of(ask: Ask, prompt: Prompt, format: ChatFormat, arena: ArenaForHooks) -> Grammar | None:
     """Return the grammar of a request's answer; ``None`` if it asks for no form.
 
@@ -19,7 +24,7 @@ async def grammar_of(ask: Ask, prompt: Prompt, format: ChatFormat, arena: ArenaF
     """
     if ask.output is None and not ask.choice.forced:
         return None
-    field = "tool_choice" if ask.choice.forced else "response_format"
+    field = form_of(ask)
     if not capabilities_of(arena.client, ClientCapabilities).grammars:
         raise unsupported(field, f"{type(arena.client).__name__} can't constrain tokens")
     if format.opens_thought(prompt.ids):

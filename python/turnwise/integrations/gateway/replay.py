@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.runtime.context import require_context
+from turnwise.integrations.gateway.calls import Attempt, GatewayCall
 from turnwise.integrations.gateway.episode import Agent, call_agent, reported_reward, rewards_of
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import ChildModel
-from turnwise.integrations.gateway.session import GatewayCall, GatewaySession, Seat
+from turnwise.integrations.gateway.session import GatewaySession, Seat
 from turnwise.integrations.gateway.wire.ask import Answered, Ask, unsupported
 from turnwise.state import to_python
 from turnwise.types import EpisodeState, Messages, ModelResponse
@@ -49,7 +50,7 @@ class ReplaySession(GatewaySession):
         self.stopped = asyncio.Event()
         """Set by the first call that is not in the record, and by one that differs from it."""
 
-    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> GatewayCall:
+    def start(self, seat: Seat, ask: Ask, attempt: Attempt | None) -> GatewayCall:
         if ask.n != 1:
             raise unsupported("n", "an agent that is branched asks for one choice at a time")
         call = GatewayCall(seat.actor, seat.calls, ask, time.monotonic())
@@ -149,7 +150,7 @@ class ReplayedEpisode(MultiTurnEpisode):
             turn += old.actor == actor
             [choice] = old.answered.choices
             session.keep(session.seats[old.actor], dataclasses.replace(old.ask), old.prompt_ids, choice)
-        call = session.start(seat, dataclasses.replace(ask, turn=turn), None, is_retry=False)
+        call = session.start(seat, dataclasses.replace(ask, turn=turn), None)
         assert call.task is not None
         answered = await call.task
         session.report()

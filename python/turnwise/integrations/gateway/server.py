@@ -10,7 +10,7 @@ import logging
 import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from hashlib import blake2b
@@ -27,8 +27,9 @@ from turnwise.arena.runtime.context import use_context
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
 from turnwise.inference.common.proxies import LOOPBACK
+from turnwise.integrations.gateway.calls import Attempt, GatewayCall
 from turnwise.integrations.gateway.children import ChildSession
-from turnwise.integrations.gateway.session import GatewayCall, GatewaySession, Seat
+from turnwise.integrations.gateway.session import GatewaySession, Seat
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
 from turnwise.integrations.gateway.wire.ask import Ask, WireError, invalid, session_over, unauthorized, unsupported
@@ -167,12 +168,11 @@ class GatewayServer:
         self, request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
     ) -> web.StreamResponse:
         ask: Ask = dialect.parse(body, seat.earlier)
-        key, is_retry = _resend(request, dialect, body)
-        call = session.start(seat, ask, key, is_retry=is_retry)
+        call = session.start(seat, ask, _attempt(request, dialect, body))
         left = False
         call.waiting += 1
         try:
-            response = await self._send(request, dialect, call, session.format)
+            response = await self._send(request, dialect, call, session.format, seat)
             call.undelivered = False
         except ConnectionError:
             left, response = True, web.Response()  # no client reads it
@@ -188,7 +188,7 @@ class GatewayServer:
         return response
 
     async def _send(
-        self, request: web.Request, dialect: ModuleType, call: GatewayCall, format: ChatFormat
+        self, request: web.Request, dialect: ModuleType, call: GatewayCall, format: ChatFormat, seat: Seat
     ) -> web.StreamResponse:
         """Wait for the answer, and send it. Raises ``ConnectionError`` or is cancelled if the client leaves."""
         ask = call.ask
@@ -206,6 +206,7 @@ class GatewayServer:
             try:
                 waited = await _wait(call, KEEP_ALIVE)
             except WireError as error:  # the status is sent already, so the error comes as an event
+                seat.counts[f"refused/{error.code}"] += 1
                 await response.write(b"event: error\ndata: " + json.dumps(dialect.error(error)).encode() + b"\n\n")
                 return response
         if not response.prepared:
@@ -363,14 +364,14 @@ def _check_key(request: web.Request, keys: list[str]) -> None:
         raise unauthorized()
 
 
-def _resend(request: web.Request, dialect: ModuleType, body: Mapping[str, Any]) -> tuple[Hashable, bool]:
-    """Return the key under which a repeated request finds its call, and whether this request says that it repeats."""
+def _attempt(request: web.Request, dialect: ModuleType, body: Mapping[str, Any]) -> Attempt:
+    """Return what the request says of itself: the call that it names or may repeat, and the retries before it."""
     text = json.dumps(body, sort_keys=True).encode(errors="surrogatepass")
     digest = blake2b(text, digest_size=16).digest()
-    if idempotency := request.headers.get("Idempotency-Key"):
-        return (dialect.__name__, idempotency, digest), True
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return (dialect.__name__, digest), count.isdigit() and int(count) > 0
+    if name := request.headers.get("Idempotency-Key"):
+        return Attempt((dialect.__name__, name, digest), named=True)
+    count = request.headers.get("x-stainless-retry-count", "")
+    return Attempt((dialect.__name__, digest), retries=int(count) if count.isascii() and count.isdigit() else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

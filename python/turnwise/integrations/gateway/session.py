@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -19,12 +19,13 @@ from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import DISTINCT
-from turnwise.chat.messages import ChatError, Tool, with_answer
-from turnwise.integrations.gateway.constrained import grammar_of
+from turnwise.chat.messages import ChatError, with_answer
+from turnwise.integrations.gateway.calls import Attempt, GatewayCall, repeated_call
+from turnwise.integrations.gateway.constrained import form_of, grammar_of
 from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.settings import GatewaySettings
-from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, WireError, invalid, session_over
-from turnwise.types import CHILD_ACTORS, OK, ContextLengthError, Messages, ModelResponse, Sampling, Step
+from turnwise.integrations.gateway.wire.ask import Answered, Ask, Choice, Earlier, WireError, invalid, session_over
+from turnwise.types import CHILD_ACTORS, OK, ContextLengthError, DeadEndError, Messages, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 
 CONTINUED = "continued"
@@ -43,45 +44,6 @@ ALWAYS = (
 
 
 @dataclass(eq=False, slots=True)
-class GatewayCall:
-    """One request of an agent, from its arrival. ``turn`` numbers the actor's calls, from 0."""
-
-    actor: str
-    turn: int
-    ask: Ask
-    started: float
-    ended: float | None = None
-    task: asyncio.Task[Answered] | None = None
-    number: int = 0
-    """Index of the call in its session."""
-    order: int = 0
-    """Index of the call in its attempt, sub-agents included, in the order of arrival."""
-    waiting: int = 0
-    """Clients that wait for the answer: 0 after all of them have left."""
-    resend: Hashable | None = None
-    """Key of equal requests."""
-    undelivered: bool = False
-    """True if the client left while the answer was being sent."""
-    steps: list[Step] = field(default_factory=list)
-    carries: int | None = None
-    """The actor's call whose answer stands in this new chat, where it continues none."""
-
-    def leave(self) -> None:
-        """Note that a client left. The call ends with the last client that waits for it."""
-        self.undelivered = True
-        if self.task is not None and not self.waiting and not self.task.done():
-            self.task.cancel()
-
-    @property
-    def has_answer(self) -> bool:
-        """True while the call runs, and after it was answered; False after it was cancelled or refused."""
-        task = self.task
-        if task is None or task.cancelled() or task.cancelling():
-            return False
-        return not task.done() or task.exception() is None
-
-
-@dataclass(eq=False, slots=True)
 class Seat:
     """An actor in a session: its key, its conversations and its counts."""
 
@@ -93,10 +55,11 @@ class Seat:
     counts: Counter[str] = field(default_factory=Counter)
     own_seconds: float = 0.0
     """Seconds that the gateway itself worked for this actor. No episode metric, as a replay must repeat those."""
-    resends: dict[Hashable, GatewayCall] = field(default_factory=dict)
-    """The latest call with each body, which a repeated request joins."""
-    earlier: dict[str, tuple[Messages, list[Tool]]] = field(default_factory=dict)
-    """The chats by the ids of their answers, which a request may continue by such an id."""
+    turns: Counter[int] = field(default_factory=Counter)
+    """The calls of each turn, which an agent may give several of."""
+    resends: dict[Hashable, list[GatewayCall]] = field(default_factory=dict)
+    """The calls with each body, one of which a repeated request joins."""
+    earlier: Earlier = field(default_factory=Earlier)
     said: dict[str, int] = field(default_factory=dict)
     """The texts of long answers, and the calls that gave them."""
 
@@ -203,32 +166,40 @@ class GatewaySession:
         return self.over or ("" if self.parent is None else self.parent.is_over)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
-    def start(self, seat: Seat, ask: Ask, resend: Hashable | None, *, is_retry: bool) -> GatewayCall:
+    def start(self, seat: Seat, ask: Ask, attempt: Attempt | None) -> GatewayCall:
         """Start a call, or return the one that this request repeats. Raises :class:`WireError` if no more are taken."""
-        repeated = None if resend is None else seat.resends.get(resend)
-        if repeated is not None and not (is_retry or repeated.undelivered):
-            repeated = None
-        if repeated is not None and repeated.has_answer:
-            repeated.undelivered = False
-            seat.counts["retries_joined"] += 1
-            return repeated
+        equal = [] if attempt is None else seat.resends.setdefault(attempt.key, [])
+        call = None if attempt is None else repeated_call(attempt, equal)
+        if attempt is not None and call is not None:
+            call.reused = call.reused or not (attempt.named or attempt.retries)
+            call.retries = max(call.retries, attempt.retries)
+            if call.has_answer:
+                call.undelivered = False
+                seat.counts["retries_joined"] += 1
+                return call
         if self.is_over:
             raise session_over(self.is_over)
-        if repeated is None and self.root.arrived >= self.settings.max_calls:
-            raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
-        if repeated is None:
-            turn = seat.calls if ask.turn is None else ask.turn
-            call = GatewayCall(seat.actor, turn, ask, time.monotonic(), number=len(self.calls), resend=resend)
-            call.order = self.root.arrived
-            seat.calls += 1
-            self.root.arrived += 1
-            self.calls.append(call)
-        else:  # its sampling was cancelled, or never began: sample again, under the same number
-            call = repeated
-        loop = asyncio.get_running_loop()
-        call.task = loop.create_task(self._run(seat, call), context=self._variables)
-        if resend is not None:
-            seat.resends[resend] = call
+        if call is None:
+            if self.root.arrived >= self.settings.max_calls:
+                raise session_over(f"it has made its max_calls={self.settings.max_calls} calls")
+            call = self._new_call(seat, ask)
+            if attempt is not None:
+                seat.counts["retries_unmatched"] += bool(equal and attempt.retries)
+                call.resend, call.retries = attempt.key, attempt.retries
+                equal.append(call)
+        # Also for a repeated call whose sampling was cancelled, or never began: sample again, under the same number.
+        call.undelivered = False
+        call.task = asyncio.get_running_loop().create_task(self._run(seat, call), context=self._variables)
+        return call
+
+    def _new_call(self, seat: Seat, ask: Ask) -> GatewayCall:
+        turn = seat.calls if ask.turn is None else ask.turn
+        call = GatewayCall(seat.actor, turn, ask, time.monotonic(), number=len(self.calls))
+        call.order, call.repeat = self.root.arrived, seat.turns[turn]
+        seat.turns[turn] += 1
+        seat.calls += 1
+        self.root.arrived += 1
+        self.calls.append(call)
         return call
 
     async def _run(self, seat: Seat, call: GatewayCall) -> Answered:
@@ -255,6 +226,8 @@ class GatewaySession:
             raise
         except ContextLengthError as error:
             raise WireError(400, "context_length_exceeded", str(error), "messages") from error
+        except DeadEndError as error:
+            raise WireError(400, "grammar_dead_end", str(error), form_of(call.ask)) from error
         except Exception as error:
             self.root.failure = self.root.failure or error
             self.root.over = self.root.over or f"the model failed: {error}"
@@ -275,7 +248,7 @@ class GatewaySession:
         grammar = await grammar_of(ask, prompt, self.format, self.arena) if constrains else None
         sampling = [{**self._sampling(seat, call, prompt, index), "grammar": grammar} for index in range(ask.n)]
         seat.own_seconds += time.perf_counter() - began
-        choices = await asyncio.gather(*(self._sample(seat, call, prompt, settings) for settings in sampling))
+        choices = await self._all_sampled(call, [self._sample(seat, call, prompt, settings) for settings in sampling])
         began = time.perf_counter()
         self._count(seat, ask, prompt, choices)
         seat.counts["carried_rows"] += len(choices) * (call.carries is not None)
@@ -291,6 +264,16 @@ class GatewaySession:
         self.answered = seat.actor, call.turn
         seat.own_seconds += time.perf_counter() - began
         return answered
+
+    async def _all_sampled(self, call: GatewayCall, choices: Sequence[Awaitable[Choice]]) -> list[Choice]:
+        """Return all choices. If one fails, the agent gets none of them, so none trains."""
+        sampled = await asyncio.gather(*choices, return_exceptions=True)
+        for failure in sampled:
+            if isinstance(failure, BaseException):
+                for step in call.steps:
+                    step.trainable, step.info["lost"] = False, True
+                raise failure
+        return [choice for choice in sampled if isinstance(choice, Choice)]
 
     def rendered(self, seat: Seat, ask: Ask) -> Prompt:
         """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""
@@ -310,7 +293,8 @@ class GatewaySession:
     def _sampling(self, seat: Seat, call: GatewayCall, prompt: Prompt, index: int) -> dict[str, Any]:
         """Return the fields of :class:`Sampling` for one choice: the actor's, with what the agent may change."""
         ask, context = call.ask, self.context
-        seed = derive_seed(context.rollout.seed, context.scope, seat.actor, call.turn, index, ask.seed)
+        repeat = [call.repeat] if call.repeat else []  # an agent may give several calls one turn
+        seed = derive_seed(context.rollout.seed, context.scope, seat.actor, call.turn, index, ask.seed, *repeat)
         literal = self.arena.is_evaluation
         if literal and ask.seed is not None:
             seed = ask.seed + index
@@ -407,13 +391,16 @@ class GatewaySession:
         seat.chats.add(before, ask.tools, prompt_ids, ids, answer, step, form=form, stop=choice.stop_string)
 
     def keep_id(self, seat: Seat, ask: Ask, answered: Answered) -> None:
-        """Keep the chat of an answer by its id, so that later requests may name it."""
+        """Keep the answers by the ids of their calls, and the chat by the id of its answer, for later requests."""
+        for choice in answered.choices:
+            seat.earlier.answers |= dict.fromkeys(choice.call_ids, choice.message())
         if ask.carried is not None:
             self.decide_end(ask)
             answer = answered.choices[0].message()
             goes_on = ask.continues_answer and ask.carried
             chat = with_answer(ask.carried, answer) if goes_on else [*ask.carried, answer]
-            seat.earlier[answered.id] = chat, ask.tools
+            seat.earlier.chats[answered.id] = chat, ask.tools
+            seat.earlier.answers |= dict.fromkeys((answered.id, *answered.choices[0].call_ids), chat[-1])
 
     def decide_end(self, ask: Ask) -> None:
         """Decide whether a request's chat is continued in its last message."""

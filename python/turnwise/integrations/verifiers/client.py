@@ -16,7 +16,8 @@ from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
 
 from turnwise.chat.messages import ChatError
-from turnwise.integrations.gateway.session import GatewayCall, GatewaySession
+from turnwise.integrations.gateway.calls import GatewayCall
+from turnwise.integrations.gateway.session import GatewaySession
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
 from turnwise.integrations.gateway.wire.ask import WireError
 
@@ -58,7 +59,7 @@ class ArenaClient(vf.Client):
             # verifiers has already put the agent's own sampling into the body.
             seat = session.seats[actor]
             ask = wire.parse({**body, "stream": False}, seat.earlier)
-            call = session.start(seat, ask, None, is_retry=False)
+            call = session.start(seat, ask, None)
             answered = await _answer(call)
         except WireError as error:
             raise vf.ProviderError(error.message, status_code=error.status) from error

@@ -152,6 +152,8 @@ class RowReader:
             return "of actors that the task doesn't have"
         if step["finish_reason"] != "stop":
             return "cut off"
+        if step.get("in_thought"):
+            return "ended in a thought"
         ends = step["info"].get("ends", ())  # a step that led to one of a tree's ends has the rewards of that end
         rewards = episode["meta"]["ends"][ends[0]]["rewards"] if len(ends) == 1 else episode["rewards"]
         reward = step["reward"] if step["reward"] is not None else rewards.get(step["actor_id"])
@@ -293,12 +295,19 @@ def _as_recorded(look: _Look, row: SFTRow) -> Demonstration | None:
         return None
     texts = [message["content"] for message in row.prompt if message["role"] in (*SYSTEM_ROLES, "user")]
     shown, sampled = decode(prompt, skip_special_tokens=False), decode(completion, skip_special_tokens=True)
-    pairs = [*((text, shown) for text in texts), (row.thought, sampled), (row.completion, sampled)]
-    reads = all("".join(text.split()) in "".join(whole.split()) for text, whole in pairs)
+    reads = all("".join(text.split()) in "".join(shown.split()) for text in texts)
+    # The answer may go on behind a later thought.
+    reads = reads and all(_is_within("".join(text.split()), sampled) for text in (row.thought, row.completion))
     if not reads or (look.opens_with_control and prompt[0] not in look.format.control.values()):
         return None
     ends = [] if completion[-1] in look.format.stop_token_ids else look.format.end_token_ids
     return Demonstration(list(prompt), [*completion, *ends])
+
+
+def _is_within(text: str, whole: str) -> bool:
+    """True if the characters of ``text`` stand in ``whole`` in their order."""
+    characters = iter(whole)
+    return all(character in characters for character in text)
 
 
 def constant_credit(demonstrations: Sequence[Demonstration]) -> TrainingBatch:

@@ -23,7 +23,7 @@ from turnwise.integrations.gateway.episode import GatewayEpisode
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import supervisor
 from turnwise.integrations.gateway.process.container import FOLDER, PRIVATE, Container, container_name
-from turnwise.integrations.gateway.process.program import check_arguments, collect, render
+from turnwise.integrations.gateway.process.program import check_arguments, collect, read_result, render
 from turnwise.integrations.gateway.session import GatewaySession
 
 OUTPUT_BYTES = 64 * 1024
@@ -47,8 +47,9 @@ class ProcessEpisode(GatewayEpisode):
     the model's name selects the actor.
 
     ``env`` adds variables, and ``files`` maps names in the folder to files that are copied there. Of the
-    trainer's environment only ``PATH`` is passed on. At ``timeout`` the process gets SIGTERM, and ``grace`` seconds
-    later everything that it started is killed. At most ``processes`` run at once, by default two for each core.
+    trainer's environment only ``PATH`` is passed on. When the command ends, all that it started is killed, and then its
+    result is read. At ``timeout`` the process gets SIGTERM, and ``grace`` seconds later everything is killed. At most
+    ``processes`` run at once, by default two for each core.
 
     For a program that knows nothing of turnwise, ``collect`` names files or patterns in the folder. The result is then
     ``{"output": its standard output, "files": {name: text}}``, a rubric scores it, and no ``TURNWISE_`` variable is
@@ -141,7 +142,7 @@ class ProcessEpisode(GatewayEpisode):
         if self.collect is not None:
             return collect(folder, self.collect, output)
         try:
-            return json.loads((private / "result.json").read_text(encoding="utf-8"))
+            return read_result(private / "result.json")
         except FileNotFoundError:
             raise AgentProcessError(f"{self.command[0]} wrote no TURNWISE_RESULT; its last output:\n{shown}") from None
         except (OSError, ValueError, RecursionError) as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ CODE = re.compile(r"-\w*[ce]|--eval|--command")
 """Options behind which shells and interpreters expect code."""
 FILES, FILE_BYTES = 100, 1 << 20
 """Files that are collected, and the bytes of each; the rest is left out."""
+RESULT_BYTES = 16 << 20
+"""Largest result that a program may write."""
 
 
 def render(template: str, question: Any) -> str:
@@ -43,6 +47,24 @@ def check_arguments(command: Sequence[str]) -> None:
             )
         if PLACEHOLDER.search(argument) and (index == 0 or CODE.fullmatch(command[index - 1])):
             raise ValueError(f"command[{index}]={argument!r}: a question is no code. Use gateway.stdin")
+
+
+def read_result(path: Path) -> Any:
+    """Return what a program wrote into its result file. Raises ``OSError``, ``ValueError`` or ``RecursionError``.
+
+    A link may lead to answers, and a pipe would never end, so anything but a regular file is an error.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(RESULT_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > RESULT_BYTES:
+        raise ValueError(f"it has more than {RESULT_BYTES} bytes")
+    return json.loads(text.decode("utf-8"))
 
 
 def collect(folder: Path, patterns: Sequence[str], output: str) -> dict[str, Any]:

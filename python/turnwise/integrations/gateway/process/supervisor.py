@@ -3,8 +3,9 @@
     python supervisor.py [--forward PORT SOCKET] GRACE COMMAND ARGUMENT...
 
 It is the subreaper of the command's descendants, so that those that detach become its children. When the command ends,
-or when the supervisor gets SIGTERM, it sends SIGTERM to the command's process group, and SIGKILL to every descendant
-after GRACE seconds. It exits with the command's code, or 128 plus the number of the signal that killed it.
+it kills every descendant at once: none of them changes a file that the command left. When the supervisor gets SIGTERM,
+it sends SIGTERM to the command's process group, and SIGKILL after GRACE seconds. It exits with the command's code, or
+128 plus the number of the signal that killed it.
 
 With ``--forward`` it runs inside a container without a network, and connects clients of PORT to a Unix socket.
 """
@@ -19,6 +20,7 @@ import threading
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SIGNALS = (signal.SIGTERM, signal.SIGALRM)
 
 
 def main() -> int:
@@ -31,27 +33,30 @@ def main() -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    asked = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
+    child, asked = 0, False
+
+    def end(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        if child:
+            signal.setitimer(signal.ITIMER_REAL, max(grace, 0.001), 0.01)
+            kill_group(child, signal.SIGTERM)
+
+    signal.signal(signal.SIGALRM, lambda *_: kill_group(child, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, end)
     child = os.fork()
     if child == 0:
         start(command)
-    if forward:
+    if asked:  # while it was forked
+        end()
+    if forward:  # its threads take no signal, which would not wake this one
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         threading.Thread(target=connect, args=(listener, path), daemon=True).start()
-    status, deadline = None, None
-    while status is None:
-        process, ended = os.waitpid(-1, os.WNOHANG)
-        if process == child:
-            status = ended
-        elif process == 0:
-            if asked and deadline is None:
-                deadline = time.monotonic() + grace
-                kill_group(child, signal.SIGTERM)
-            if deadline is not None and time.monotonic() > deadline:
-                kill_group(child, signal.SIGKILL)
-            time.sleep(0.005)
-    kill_group(child, signal.SIGTERM if deadline is None else signal.SIGKILL)
-    end_descendants(time.monotonic() + (grace if deadline is None else 0.0))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    process = status = 0
+    while process != child:
+        process, status = os.waitpid(-1, 0)
+    end_descendants(child)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
@@ -59,7 +64,8 @@ def start(command: list[str]) -> None:
     """Become the command, in its own session. Exits with 127 if it can't be started."""
     try:
         os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.execvp(command[0], command)
@@ -96,29 +102,28 @@ def kill_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-def end_descendants(deadline: float) -> None:
-    """Wait until no descendant is left; kill those that live past ``deadline``."""
+def end_descendants(child: int) -> None:
+    """Kill what is left of the command's group and all descendants, and wait until there are none."""
+    kill_group(child, signal.SIGKILL)
     while True:
+        for process in descendants_of(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
         try:
-            process, _ = os.waitpid(-1, os.WNOHANG)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         except ChildProcessError:
             return
-        if process:
-            continue
-        if time.monotonic() >= deadline:
-            for child in children_of(os.getpid()):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(child, signal.SIGKILL)
-        time.sleep(0.005)
+        time.sleep(0.001)
 
 
-def children_of(parent: int) -> list[int]:
-    """Return the direct children of a process. The children of a killed process pass to the subreaper."""
-    try:
-        with open(f"/proc/{parent}/task/{parent}/children") as file:
-            return [int(word) for word in file.read().split()]
-    except OSError:
-        return []
+def descendants_of(parent: int) -> list[int]:
+    """Return the children of a process, and theirs. The children of a killed process pass to the subreaper."""
+    found = [parent]
+    for process in found:  # it grows
+        with contextlib.suppress(OSError), open(f"/proc/{process}/task/{process}/children") as file:
+            found += map(int, file.read().split())
+    return found[1:]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import plain_messages, text_of
+from turnwise.chat.parts import JoinParts, always
 from turnwise.integrations.gateway.wire.ask import (
     Answered,
     Ask,
@@ -53,7 +54,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     if system:
         goes_on = answer_id is not None and messages[0]["role"] == "system"
         messages = [{"role": "system", "content": system}, *messages[goes_on:]]
-    messages = plain_messages(messages)
+    messages = plain_messages(messages, JoinParts(earlier.answer_of, always))
     choice, format = fields.take("tool_choice"), fields.take("output_format")
     format = config.get("format", format)
     ask = Ask(
@@ -96,6 +97,7 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
         return [{"role": role, "content": content}]
     texts: list[str] = []
     results: Messages = []
+    thoughts: list[str] = []
     plain: dict[str, Any] = {"role": role}
     for index, block in enumerate(list_of(content, f"{where}.content")):
         at = f"{where}.content[{index}]"
@@ -109,10 +111,12 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
                 function = {"name": block.get("name"), "arguments": block.get("input")}
                 plain.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
             case "thinking" if role == "assistant":
-                plain["reasoning_content"] = str(block.get("thinking", ""))
+                thoughts.append(str(block.get("thinking", "")))
             case kind:
                 raise unsupported(at, f"a block of type {kind!r} isn't supported here")
     plain["content"] = "".join(texts)
+    if thoughts:
+        plain["reasoning_content"] = "\n\n".join(thoughts)
     return [*results, plain] if texts or not results else results
 
 

@@ -59,8 +59,22 @@ def session_over(reason: str) -> WireError:
 
 
 MAX_CHOICES = 16
-Earlier = Mapping[str, tuple[Messages, list[Tool]]]
-"""The chats of a session, with their tools, by the ids of their answers; a request may continue one by its id."""
+
+
+@dataclass(slots=True)
+class Earlier:
+    """The answers of an actor in a session, by ids that agents send back."""
+
+    chats: dict[str, tuple[Messages, list[Tool]]] = field(default_factory=dict)
+    """The chats that a request may continue by the id of their answer, with their tools."""
+    answers: dict[str, Message] = field(default_factory=dict)
+    """The answers by their ids, and by those of their calls."""
+
+    def answer_of(self, part: Any) -> Message | None:
+        """Return the answer that a call or an item of the Responses API belongs to, by its id; ``None`` if unknown."""
+        of_item = str(part).partition("_")[2]
+        names = (str(part), of_item, of_item.rpartition("_")[0])
+        return next((self.answers[name] for name in names if name in self.answers), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,10 +317,10 @@ def continued(earlier: Earlier, answer_id: Any, messages: Messages, where: str) 
     if answer_id is None:
         return messages, []
     key = str(answer_id).partition("_")[2]
-    if key not in earlier:
+    if key not in earlier.chats:
         text = f"{where}: no answer {str(answer_id)[:80]!r} in this session"
         raise WireError(400, "previous_response_not_found", text, where)
-    before, tools = earlier[key]
+    before, tools = earlier.chats[key]
     return [*before, *messages], tools
 
 

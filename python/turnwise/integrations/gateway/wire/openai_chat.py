@@ -8,6 +8,7 @@ from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import not_shown, plain_messages
+from turnwise.chat.parts import JoinParts, never
 from turnwise.integrations.gateway.wire.ask import (
     MAX_CHOICES,
     Answered,
@@ -58,7 +59,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     if n > MAX_CHOICES:
         raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
     ask = Ask(
-        plain_messages(messages),
+        plain_messages(messages, JoinParts(earlier.answer_of, never)),
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(fields.take("tool_choice"), tools),

@@ -8,6 +8,7 @@ from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import not_shown, plain_messages, text_of
+from turnwise.chat.parts import JoinParts, as_items
 from turnwise.integrations.gateway.wire import openai_chat
 from turnwise.integrations.gateway.wire.ask import (
     Answered,
@@ -42,7 +43,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     instructions, given = fields.take("instructions"), fields.take("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     messages, _ = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
-    messages = plain_messages(messages)
+    messages = plain_messages(messages, JoinParts(earlier.answer_of, as_items, moves_results=True))
     said = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
     text = fields.take("text", {})
     if not isinstance(text, Mapping):
@@ -75,38 +76,26 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages(items: Any) -> Messages:
-    """Return the messages of input items. Reasoning, text and calls of one answer become one message."""
-    messages: Messages = []
-    for index, item in enumerate(list_of(items, "input")):
-        at = f"input[{index}]"
-        match item.get("type", "message"):
-            case "message" if item.get("role") == "assistant":
-                has_text = bool(messages) and bool(messages[-1]["content"] or messages[-1].get("tool_calls"))
-                part = _begun(messages, accepts=not has_text)
-                part["content"] = text_of(item.get("content"), f"{at}.content")
-            case "message":
-                messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{at}.content")})
-            case "reasoning":
-                parts = [
-                    part for name in ("content", "summary") for part in list_of(item.get(name) or (), f"{at}.{name}")
-                ]
-                _begun(messages, accepts=False)["reasoning_content"] = "".join(str(p.get("text", "")) for p in parts)
-            case "function_call":
-                call = {"id": item.get("call_id"), "function": {key: item.get(key) for key in ("name", "arguments")}}
-                _begun(messages, accepts=True).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
-                text = text_of(item.get("output"), f"{at}.output")
-                messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text})
-            case kind:
-                raise unsupported(at, f"an item of type {kind!r} isn't supported")
-    return messages
+    """Return a message for each input item, with the item's id."""
+    return [_message(item, f"input[{index}]") for index, item in enumerate(list_of(items, "input"))]
 
 
-def _begun(messages: Messages, *, accepts: bool) -> dict[str, Any]:
-    """Return the assistant's message that the next part belongs to: the last one if it ``accepts`` the part, or new."""
-    if not (accepts and messages and messages[-1]["role"] == "assistant"):
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
+def _message(item: Mapping[str, Any], at: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"role": "assistant", "content": "", "id": item.get("id")}
+    match item.get("type", "message"):
+        case "message":
+            return {**part, "role": item.get("role"), "content": text_of(item.get("content"), f"{at}.content")}
+        case "reasoning":
+            texts = [text for name in ("content", "summary") for text in list_of(item.get(name) or (), f"{at}.{name}")]
+            return {**part, "reasoning_content": "".join(str(text.get("text", "")) for text in texts)}
+        case "function_call":
+            function = {key: item.get(key) for key in ("name", "arguments")}
+            return {**part, "tool_calls": [{"id": item.get("call_id"), "function": function}]}
+        case "function_call_output":
+            text = text_of(item.get("output"), f"{at}.output")
+            return {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
+        case kind:
+            raise unsupported(at, f"an item of type {kind!r} isn't supported")
 
 
 def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:

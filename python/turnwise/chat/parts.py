@@ -1,0 +1,139 @@
+"""Joins the parts of an answer that a client sends back as several messages, perhaps with results between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.chat.messages import joined_parts
+from turnwise.types import Message, Messages
+
+Neighbours = Callable[[Message, Message, Message | None, Message | None], bool]
+"""Says whether two assistant's messages behind each other are one, from both, the message behind them, and the second
+one's answer if that is known."""
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """A message, and the results of its calls. ``answer`` is the sampled one that it is a part of, if that is known."""
+
+    message: Message
+    answer: Message | None = None
+    results: Messages = field(default_factory=list)
+    parts: int = 1
+
+    def add(self, part: Message, answer: Message | None) -> None:
+        """Add a part; calls are in the order of the answer."""
+        content = self.message["content"] + part["content"]
+        self.message, self.parts = joined_parts(self.message, part, content), self.parts + 1
+        self.answer = self.answer or answer
+        if self.answer is not None and "tool_calls" in self.message:
+            ids = [call["id"] for call in self.answer.get("tool_calls", ())]
+            place = {name: index for index, name in enumerate(ids)}
+            self.message["tool_calls"].sort(key=lambda call: place.get(call.get("id"), len(ids)))
+
+
+class JoinParts:
+    """Makes the parts of one answer one message, so that the chat goes on from it.
+
+    The ids of calls and of items say which answer a part belongs to, across the results of other calls; ``answer_of``
+    returns the sampled answer of such an id. A part without a known id belongs to the answer of the part beside it if
+    it is in that answer. Other parts behind each other are joined as ``neighbours`` decides: :func:`never`,
+    :func:`always`, or :func:`as_items`. With ``moves_results``, a result belongs to its call wherever it stands.
+
+    Example: two calls of one answer, each with its result behind it, become one message with both calls, and the
+    results.
+    """
+
+    def __init__(
+        self,
+        answer_of: Callable[[Any], Message | None],
+        neighbours: Neighbours,
+        *,
+        moves_results: bool = False,
+    ) -> None:
+        self.answer_of, self.neighbours, self.moves_results = answer_of, neighbours, moves_results
+
+    def __call__(self, messages: Messages, ids: Sequence[Any]) -> Messages:
+        """Return the chat of plain ``messages``. ``ids`` are those of items, ``None`` for others."""
+        groups: list[_Group] = []
+        known: dict[int, _Group] = {}
+        by_call: dict[str, _Group] = {}
+        last: _Group | None = None
+        """The group of the message before, if that is a part of an answer."""
+        followers = [*messages[1:], None]
+        for message, follower, answer in zip(messages, followers, self._answers(messages, ids), strict=True):
+            if message["role"] == "tool":
+                owner, last = by_call.get(message.get("tool_call_id", "")), None
+                if owner is not None and (self.moves_results or owner.parts > 1):
+                    owner.results.append(message)
+                else:
+                    groups.append(_Group(message))
+            elif message["role"] != "assistant":
+                groups.append(_Group(message))
+                known, last = {}, None
+            else:
+                calls = _ids(message)
+                group = None if answer is None else known.get(id(answer))
+                if group is not None and any(by_call.get(call) is group for call in calls):
+                    group = None  # the same call once more
+                if group is None and last is not None and (answer is None or last.answer in (None, answer)):
+                    group = last if self.neighbours(last.message, message, follower, answer) else None
+                if group is None:
+                    groups.append(group := _Group(message, answer))
+                else:
+                    group.add(message, answer)
+                by_call |= dict.fromkeys(calls, group)
+                if group.answer is not None:
+                    known[id(group.answer)] = group
+                last = group
+        return [message for group in groups for message in (group.message, *group.results)]
+
+    def _answers(self, messages: Messages, ids: Sequence[Any]) -> list[Message | None]:
+        """Return the sampled answer of each part: that of its ids, else the one beside it that holds the part."""
+        answers = [
+            next((answer for name in (part, *_ids(message)) if name and (answer := self.answer_of(name))), None)
+            for message, part in zip(messages, ids, strict=True)
+        ]
+        # The part behind it counts first, as reasoning and text come before calls.
+        for places, step in ((range(len(messages) - 2, -1, -1), 1), (range(1, len(messages)), -1)):
+            for place in places:
+                beside = answers[place + step]
+                is_part = messages[place]["role"] == messages[place + step]["role"] == "assistant"
+                if answers[place] is None and beside is not None and is_part:
+                    others = [part for part, answer in zip(messages, answers, strict=True) if answer is beside]
+                    answers[place] = beside if _lacks(beside, others, messages[place]) else None
+        return answers
+
+
+def _ids(message: Message) -> list[str]:
+    return [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
+
+
+def _lacks(answer: Message, others: Messages, part: Message) -> bool:
+    """True if ``part`` has no calls, and its text and reasoning are those of ``answer``, which the ``others`` lack."""
+    own = [name for name in ("content", "reasoning_content") if part.get(name)]
+    same = all(part[name].strip() == str(answer.get(name) or "").strip() for name in own)
+    return "tool_calls" not in part and same and not any(other.get(name) for other in others for name in own)
+
+
+def never(first: Message, second: Message, follower: Message | None, answer: Message | None) -> bool:
+    """False: each message is whole."""
+    return False
+
+
+def always(first: Message, second: Message, follower: Message | None, answer: Message | None) -> bool:
+    """True: as in an API that joins messages of one role."""
+    return True
+
+
+def as_items(first: Message, second: Message, follower: Message | None, answer: Message | None) -> bool:
+    """True unless both have text, or both have reasoning, or the answer has none of what the first one has.
+
+    Reasoning begins an answer if more of one follows.
+    """
+    own = [name for name in ("content", "reasoning_content") if first.get(name)]
+    if any(second.get(name) or (answer is not None and not answer.get(name)) for name in own):
+        return False
+    return "reasoning_content" not in second or follower is None or follower["role"] != "assistant"
