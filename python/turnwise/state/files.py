@@ -147,6 +147,8 @@ def read(
         return {name: states[index] for name, index in zip(header.names, header.places, strict=True)}
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{os.fspath(path)}: its objects are nested too deeply") from error
     except OpaqueError as error:
         raise OpaqueError(f"{os.fspath(path)}: {error}") from error
 

@@ -222,6 +222,29 @@ def _stop(*_: Any) -> None:
     raise SlowError
 
 
+def check_keys() -> None:
+    """A key that takes for ever to hash, or whose hash overflows the stack, is refused where it becomes a key."""
+    signal.signal(signal.SIGVTALRM, _stop)
+    wide: list[Any] = [{"$tuple": [{"$blank": None}]}]
+    deep = list(wide)
+    for number in range(5000):
+        wide.append({"$tuple": [{"$ref": number + 1}] * 2})
+        deep.append({"$tuple": [{"$ref": number + 1}]})
+    for tuples in (wide[:64], deep):
+        values = json.dumps([{"$deque": [None, tuples]}, {"$ref": len(tuples) + 1}])
+        key = Reader(Names()).load_all(json.loads(values))[1]
+        structure, _, versions = (store := Store())._archive([store.state({"a": 1})])
+        try:
+            with bounded(len(values)):
+                store._restore(structure, [key], versions)
+        except CheckpointError as error:
+            assert "keys that take too long to hash" in str(error)
+        else:
+            raise AssertionError("it was read")
+    whole = ((1, 2), (3, (4, "a")))
+    assert store._restore(structure, [whole], versions)[0].data == {whole: 1}
+
+
 def check_crafted() -> None:
     """Read each crafted value in all ways. It must be refused."""
     signal.signal(signal.SIGVTALRM, _stop)

@@ -121,7 +121,9 @@ def _harmless(module: str, title: str) -> Any:
 
 
 def _is_data(found: Any) -> bool:
-    return isinstance(found, type) and (
+    """True for a class of data. One with ``__del__`` is none: it would run on what a file says."""
+    is_class = isinstance(found, type) and not hasattr(found, "__del__")
+    return is_class and (
         is_dataclass(found)
         or issubclass(found, enum.Enum | BaseException)
         or (issubclass(found, tuple) and hasattr(found, "_fields"))

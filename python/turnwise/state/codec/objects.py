@@ -91,7 +91,8 @@ def _read_dataclass(parts: Any, reader: Reader) -> Any:
         raise CodecError(f"{name!r} is no dataclass")
     value = reader.keep(object.__new__(kind))
     _set_attributes(value, _read_attributes(attributes, reader))
-    missing = [field.name for field in fields(kind) if not hasattr(value, field.name)]
+    defaults = {field.name for field in fields(kind) if hasattr(kind, field.name)} - set(copyreg._slotnames(kind))  # type: ignore[attr-defined]
+    missing = [field.name for field in fields(kind) if field.init and field.name not in attributes.keys() | defaults]
     if missing:
         raise CodecError(f"an object of {name!r} lacks {', '.join(missing)}")
     return value
