@@ -26,6 +26,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from turnwise.utils import memory
+from turnwise.utils.threads import end_program_loop
 
 from .trained import games, team  # noqa: F401  # fixtures
 from .warm_python import started
@@ -76,6 +77,13 @@ def _frozen_heap() -> None:
     """Exempt what exists from garbage collection: of imports and collected tests one takes a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _one_program() -> Iterator[None]:
+    """Each test is a program of its own: its event loop ends with it."""
+    yield
+    end_program_loop()
 
 
 NARROW = {

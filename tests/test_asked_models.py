@@ -48,7 +48,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def config_of(folders: dict[str, Path], kind: str, *, layout: str = "auto", **policy: Any) -> Any:
     policies = {"default": {"path": str(folders.get(kind, kind)), **policy}}
-    return config_from_dict({"task": "lookup", "policies": policies, "update": {"sequence_layout": layout}})
+    settings = {"task": "lookup", "policies": policies, "rollout": {"group_size": 2}}
+    return config_from_dict({**settings, "update": {"sequence_layout": layout}})
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_all_linear_is_every_plain_linear_layer_of_the_decoder(folders: Any, kin
 
 
 def test_the_tiny_model_is_asked_too() -> None:
-    told = dry_run(config_from_dict({"task": "lookup"}))
+    told = dry_run(config_from_dict({"task": "lookup", "rollout": {"group_size": 2}}))
     assert told.startswith("# model of 'default': Qwen3ForCausalLM, ")
     assert "rows shared; no logits" in told.splitlines()[0]
     assert build_model(build_tokenizer([])).num_parameters() > 0

@@ -114,6 +114,68 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, level):
     assert evaluate_from_config(parts.config) == whole.evaluate()
 
 
+SAYING = """
+import asyncio
+from turnwise import Rubric, SingleTurnEpisode
+from turnwise.tasks import OwnTask
+
+one_at_a_time, loops, background = asyncio.Semaphore(1), set(), []
+
+
+async def scored(completion, rollout):
+    loops.add(asyncio.get_running_loop())
+    if not background:
+        background.append(asyncio.create_task(asyncio.sleep(600), name="cache"))
+    rollout.extras["seen"] = rollout.extras
+    async with one_at_a_time:
+        await asyncio.sleep(0.001)
+        return float(len(completion) % 3)
+
+
+class Say(SingleTurnEpisode):
+    episode_type, actor, rubric = "say", "solver", Rubric([scored])
+
+    def get_prompt(self, artifact):
+        return artifact["question"]
+
+
+class Saying(OwnTask):
+    name, success_metric, system_prompts = "say", "scored/solver", {"solver": "Say."}
+
+    def questions(self):
+        return [f"Say {n}" for n in range(60)]
+
+    def episodes(self, tree=None):
+        return {"say": Say()}
+"""
+
+
+def test_a_run_and_all_that_follows_it_are_one_program(tmp_path, monkeypatch, capsys):
+    """What an async reward keeps (a client, a limit, a task) serves start check, training, validation and evaluation.
+
+    Its extras contain themselves, and the run folder's name looks like markup.
+    """
+    (tmp_path / "saying.py").write_text(SAYING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = {
+        "task": "saying:Saying", "task_options": {"max_tokens": 4}, "warm_start": {"steps": 0}, "steps": 1,
+        "health": {"start_questions": 1, "start_samples": 2}, "eval": {"num_prompts": 3, "every": 1},
+        "rollout": {"group_size": 2},
+    }  # fmt: skip
+    run = train_from_config(config_of(tmp_path / "[" / "INST]", **changes))
+    assert run.evaluate().failed == 0
+    run.close()
+    assert evaluate_from_config(run.config, verbose=False).failed == 0
+    saying = sys.modules.pop("saying")
+    assert len(saying.loops) == 1 and not saying.background[0].done()
+    # The result is in a file, as it was printed.
+    held_out = json.loads((run.config.run_dir / "held_out.json").read_text())
+    printed = capsys.readouterr().out
+    assert f"held-out success {held_out['success']:.1%}" in printed and held_out["step"] == 1
+    assert f"say: training for 1 steps in {run.config.run_dir}" in printed
+    assert rows_of(run.config.run_dir, "rollouts.jsonl")[0]["extras"] == {"seen": "<dict in itself>"}
+
+
 def test_questions_are_drawn_again_until_enough_say_something_and_so_after_a_resume(tmp_path):
     """An untrained model is mostly wrong, but not always cut off: the overlong penalty tells its answers apart."""
     changes = {
@@ -327,8 +389,8 @@ def test_a_resumed_run_takes_its_new_settings_and_tells_them(tmp_path, capsys):
     changed = {**schedule, "lr": 1e-2}
     run = train_from_config(config_of(tmp_path, steps=4, update=changed, credit={"rule": "constant"}))
     policy = run.trainer.policies["default"]
-    assert policy.updates == policy.schedule.last_epoch == 4
-    assert policy.schedule.base_lrs == [1e-2] and policy.optimizer.param_groups[0]["lr"] == 0.0
+    assert policy.updates == 4 and policy.learning_rate == 0.0
+    assert policy.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 4)
     told = " ".join(capsys.readouterr().out.split())
     assert "settings changed since then: steps 2 -> 4, update.lr 0.001 -> 0.01" in told
 

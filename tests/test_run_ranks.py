@@ -14,8 +14,10 @@ import pytest
 from safetensors.torch import load_file
 
 from turnwise.cli.main import main
-from turnwise.run.build import train_from_config
-from turnwise.run.ranks import join_ranks, rank_variables, shard
+from turnwise.run import build
+from turnwise.run.build import build_run, train_from_config
+from turnwise.run.checks import dry_run
+from turnwise.run.ranks import join_ranks, rank_problems, rank_variables, shard
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import fingerprint
@@ -24,7 +26,7 @@ from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.model.policy import Policy
 from turnwise.train.validate import config_from_dict
 
-from .inference.mixtures import build
+from .inference.mixtures import build as build_mixture
 from .trained import SMALL, rows_of
 
 pytestmark = pytest.mark.xdist_group("warm_python")
@@ -99,7 +101,9 @@ def test_two_processes_train_a_run_as_one_does(tmp_path: Path, case: str) -> Non
 def test_two_processes_replay_the_experts_of_a_mixture(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(["tell the digits"] * 3, vocab_size=300)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    build("qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=2048, **ends).save_pretrained(tmp_path / "m")
+    build_mixture("qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=2048, **ends).save_pretrained(
+        tmp_path / "m"
+    )
     tokenizer.save_pretrained(tmp_path / "m")
     settings: dict[str, Any] = {
         "task": "split_clues", "steps": 1, "policies": {"default": {"path": str(tmp_path / "m"), "dtype": "bfloat16"}},
@@ -197,3 +201,37 @@ def test_settings_that_do_not_fit_the_ranks_are_refused(monkeypatch, settings: d
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=told):
         join_ranks(config_from_dict({"device": "cpu", "sharding": settings}))
+
+
+LATE: dict[str, tuple[dict[str, Any], str]] = {
+    "critic": (
+        {"loss": {"critic": {}}, "filter": {"drop_zero_advantage": False}},
+        "'loss.critic': a value head trains in one process, not in 2",
+    ),
+    "replicas": ({"sharding": {"replicas": 3}}, "'sharding.replicas' = 3: expected a divisor of the 2 processes"),
+    "both": ({"sharding": {"replicas": 2, "parallel": True}}, "expected one of them, got both"),
+    "offload": ({"sharding": {"offload": True}}, "'sharding.offload' = True: expected a GPU"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize("by", ["torchrun", "cluster"])
+def test_what_several_ranks_cannot_train_is_refused_by_a_dry_run(monkeypatch, tmp_path, case: str, by: str) -> None:
+    """A critic was refused after the whole warm start."""
+    settings, told = LATE[case]
+    cluster = {"backend": "ray", "learner": {"count": 2}} if by == "cluster" else {}
+    for name, value in TORCHRUN.items() if by == "torchrun" else ():
+        monkeypatch.setenv(name, value)
+    given = {"device": "cpu", "rollout": {"group_size": 2}, "run_dir": str(tmp_path), "cluster": cluster, **settings}
+    with pytest.raises(ConfigError, match=told):
+        dry_run(config_from_dict(given))
+    # Without torchrun the same settings are refused by the process that starts the ranks, before any model is loaded.
+    monkeypatch.setattr(build, "load_models", lambda *_, **__: pytest.fail("models were loaded"))
+    with pytest.raises(ConfigError, match=told):
+        build_run(config_from_dict(given), mesh=SimpleNamespace(size=lambda: 2))
+
+
+def test_groups_of_weights_divide_the_ranks() -> None:
+    config = config_from_dict({"policies": {"a": {}, "b": {}, "c": {}}, "sharding": {"parallel": True}})
+    assert "that the 3 groups of weights divide (a, b, c), got 2" in rank_problems(config, 2)[0]
+    assert rank_problems(config, 3) == rank_problems(config, 1) == []

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import os
+import signal
 from collections import Counter
 
 import pytest
 
 from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_USAGE
+from turnwise.run import build
 from turnwise.run.build import build_run, train_from_config
+from turnwise.run.checks import dry_run
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.validate import config_from_dict
 
 from .test_run import SMALL, config_of
 from .trained import equal, lines_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
+sft = importlib.import_module("turnwise.train.update.sft")
 
 
 def test_a_supervised_start_alone_is_exported_and_rl_goes_on_from_it(tmp_path, capsys):
@@ -157,3 +165,64 @@ def test_quotas_bound_an_actors_calls_and_change_no_token(tmp_path, quotas, most
     )
     assert peak["reviser"] == most and peak["proposer"] == quotas.get("proposer", 4)
     assert batch.token_ids.tolist() == asyncio.run(plain.arena.step()).token_ids.tolist()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_in_the_warm_start_loses_nothing_of_it(tmp_path, monkeypatch, capsys, number):
+    settings = {"policy_sharing": "model_per_actor", "warm_start": {"steps": 4, "batch_size": 8}, "steps": 1}
+    whole = train_from_config(config_of(tmp_path / "whole", **settings))
+    update, calls = sft.update_policy, []
+
+    def counted(*args):
+        calls.append(1)
+        if len(calls) == 6:  # the second step of the second model
+            os.kill(os.getpid(), number)
+        return update(*args)
+
+    monkeypatch.setattr(sft, "update_policy", counted)
+    with pytest.raises(SystemExit) as ended:
+        train_from_config(config_of(tmp_path / "run", **settings))
+    assert ended.value.code == 128 + number and len(calls) == 6
+    assert "go on from its step 2" in capsys.readouterr().out.replace("\n", " ")
+    run = train_from_config(config_of(tmp_path / "run", **settings))
+    assert len(calls) == 8
+    for policy in ("proposer", "reviser"):
+        assert equal(weights_of(whole.trainer, policy), weights_of(run.trainer, policy))
+    assert not (tmp_path / "run/warm_start").exists(), "the checkpoint holds it now"
+
+
+ALONE = {
+    "sudoku": {},
+    "by a rule": {"credit": {"rule": "grpo"}},
+    "dr_mas": {"credit": {"rule": "dr_mas"}},
+    "leave-one-out": {"credit": {"rule": "rloo"}},
+    "hierarchy": {"task": "lookup", "credit": {"rule": "hierarchy"}},
+    "one of two tasks": {"tasks": {"sudoku": {}, "kuhn_poker": {}}},
+}
+TRAINS = {
+    "attempts": {"rollout": {"group_size": 2}},
+    "branches": {"rollout": {"branches": 2}},
+    "a moving baseline": {"credit": {"rule": "rae"}},
+    "rewards themselves": {"credit": {"rule": "episodic"}},
+    "raw": {"credit": {"rule": "grpo", "options": {"singleton": "raw"}}},
+    "a batch": {"credit": {"rule": "reinforce_pp"}},
+    "solvers under a proposer": {"task": "proposer_solver", "credit": {"rule": "hierarchy"}},
+    "a game": {"task": "kuhn_poker"},
+    "no steps": {"steps": 0},
+    "a critic": {"loss": {"critic": {}}, "filter": {"drop_zero_advantage": False}},
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_attempts_that_nothing_is_compared_with_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch, case):
+    """Such a run played all of its steps, trained nothing, and ended with exit code 0."""
+    monkeypatch.setattr(build, "load_models", lambda *_, **__: pytest.fail("models were loaded"))
+    config = config_from_dict({"run_dir": str(tmp_path), **ALONE[case]})
+    for start in (train_from_config, dry_run):
+        with pytest.raises(ConfigError, match=r"'rollout.group_size' = 1: '\w+' would train nothing, as the rule"):
+            start(config)
+
+
+@pytest.mark.parametrize("case", TRAINS)
+def test_attempts_that_train_alone_are_not_refused(tmp_path, case):
+    assert dry_run(config_from_dict({"run_dir": str(tmp_path), **TRAINS[case]}))

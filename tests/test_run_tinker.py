@@ -23,7 +23,7 @@ def config_of(server: str = "hosted", **changes: Any) -> TrainConfig:
             "policy_sharing": "lora_per_actor",
             "policies": {"default": {"path": "some/model", "lora": {"rank": 8}}},
             "learner": {"type": "tinker", "tinker": {"server": server}},
-            "rollout": {"client": "tinker"},
+            "rollout": {"client": "tinker", "group_size": 2},
             **changes,
         }
     )

@@ -17,7 +17,7 @@ enum Column {
     loss,           // l times the row's weight
     kl,             // KL estimate against the reference
     mismatch,       // old_logprob - rollout_logprob
-    weight,         // w
+    weight,         // w, as it is used: with cap, bounds and rows; without a correction that of the token
     weight_square,  // w^2
     rejected,       // 1 if w is outside its bounds
     entropy,        // entropy, as given
@@ -165,7 +165,7 @@ __device__ __forceinline__ void correct(const Params& p, const Packs& in, const 
         const auto& row = row_of(k);
         const unsigned mask = trained.mask(k);
         const float difference = keep(to_float(in.old[k]) - to_float(in.rollout[k]), mask);
-        const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound)), counted = keep(w, mask);
+        const float w = Math::exp(clamp_symmetric<Math>(difference, kLogRatioBound));
         float applied = row.importance;
         bool outside = row.rejected;
         if (o.correction == Correction::token) {
@@ -176,6 +176,7 @@ __device__ __forceinline__ void correct(const Params& p, const Packs& in, const 
         out.loss[k] *= applied;
         out.slope[k] *= applied;
         if (outside && mask != 0) sums.of[rejected] += 1;
+        const float counted = o.correction == Correction::none ? keep(w, mask) : applied;
         sums.of[mismatch] += difference;
         sums.of[weight] += counted;
         sums.of[weight_square] += counted * counted;

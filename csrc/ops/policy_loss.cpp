@@ -409,6 +409,7 @@ class Run {
                 tile.weight = float(row_weight_[size_t(row)]);
             }
             tile.row_weight = row_weight;
+            tile.corrects = o_.correction != Correction::none;
             tile.row = terms;
             if (o_.correction == Correction::token) tile.token_cap = o_.cap;
             tile.reject_below = o_.reject_below;

@@ -58,8 +58,9 @@ TW_INLINE void step(const Loop& kind, const Tile& t, int i, Running& sums) {
         part.loss = part.loss * applied;
         part.grad = part.grad * applied;
         sums.mismatch = add(sums.mismatch, mismatch);
-        sums.weight = add_where(mask, sums.weight, weight);
-        sums.weight_square = add_where(mask, sums.weight_square, weight * weight);
+        const Floats used = t.corrects ? applied : weight;
+        sums.weight = add_where(mask, sums.weight, used);
+        sums.weight_square = add_where(mask, sums.weight_square, used * used);
     }
     // The KL term.
     if (Loop::has_ref(t)) {

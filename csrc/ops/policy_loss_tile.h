@@ -28,6 +28,7 @@ struct Tile {
     float token_cap;                   // largest importance weight of a token; 0: weights are per row
     float reject_below, reject_above;  // a token's importance weight outside these counts as 0
     float row_weight;                  // importance weight of the row, if token_cap is 0; 1: no correction
+    bool corrects;                     // importance weights multiply the loss; false: they are only metrics
     RowTerms row;                      // for gspo and gmpo
     Variant variant;                   // the token loss
     KlKind kl;                         // estimator of the KL term and metric
@@ -43,7 +44,7 @@ struct TileSums {
     double k3 = 0;             // r - 1 - d
     double kl = 0;             // KL estimate against the reference
     double mismatch = 0;       // old_logprob - rollout_logprob
-    double weight = 0;         // w
+    double weight = 0;         // w, as it is used: with cap, bounds and rows; without a correction that of the token
     double weight_square = 0;  // w^2
     double entropy = 0;        // entropy, as given
     double tokens = 0;         // 1

@@ -315,7 +315,11 @@ async def play_one(seed):
     return total + ledger.kinds
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "error::RuntimeWarning",
+    "error::pytest.PytestUnraisableExceptionWarning",
+    "ignore:an attempt of episode:RuntimeWarning",
+)
 @pytest.mark.parametrize(
     "seeds",
     [range(100), *(pytest.param(range(n, n + 300), marks=pytest.mark.slow) for n in range(100, 3000, 300))],

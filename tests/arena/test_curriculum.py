@@ -201,3 +201,12 @@ def test_extra_batches_draw_from_the_same_rates_and_are_learned_from(make_arena)
     assert second.metrics.get("curriculum/drawn_p", 1.0) == 1.0 and set(drawn) <= {1.0}
     assert {note["batch"] for note in notes} == {1}
     assert len(saved["curriculum"]["questions"]) + len(saved["curriculum"]["recent"][0][1]) == 12
+
+
+def test_the_order_of_the_pool_changes_no_draw():
+    pool = [EpisodeRequest("sums", number, group_id=f"{number} + 1") for number in range(60)]
+    drawn = [
+        [request.group_id for request in Curriculum(each, metric="right/solver", seed=3).draw(2, 2, 8, 1)]
+        for each in (pool, pool[::-1])
+    ]
+    assert drawn[0] == drawn[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 
 import pytest
 
@@ -251,3 +252,35 @@ def test_what_was_asked_is_counted_once_whatever_becomes_of_the_group(make_arena
         asked = [result.rollout.meta["group"].get("asked", []) for result in results]
         assert [[step["actor_id"] for step in steps] for steps in asked] == [["solver", None], []]
         assert len(arena.build_training_batch(results)) == (2 if "solver" in said else 0)
+
+
+BY_PLACE = {place: float(place) for place in range(3)}
+COLUMNS = {
+    "a dict by place": (lambda rollouts: BY_PLACE, "dict with the keys .*expected the ids of the 3 rollouts"),
+    "a dict of an actor": (lambda rollouts: {"guesser": 1.0}, "dict with the keys"),
+    "a dict without one": (lambda rollouts: {rollout.id: 1.0 for rollout in rollouts[1:]}, "dict with the keys"),
+    "a set": (lambda rollouts: {1.0, 2.0, 3.0}, "expected a list with one value for each"),
+    "keys": (lambda rollouts: BY_PLACE.keys(), "expected a list with one value for each"),
+    "a text": (lambda rollouts: "123", "expected a list with one value for each"),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_what_has_no_order_is_no_list_of_rewards(make_arena, kind):
+    """The keys of a dict were the rewards."""
+    column, told = COLUMNS[kind]
+    [first, *_] = play(arena_of(make_arena, column, failure_threshold=1.0), "x", "x", "x")
+    assert re.search(told, first.rollout.error)
+
+
+def test_a_dict_by_the_ids_of_rollouts_is_one_value_for_each(make_arena):
+    def by_id(rollouts):
+        return {rollout.id: float(rollout.steps[0].completion) for rollout in reversed(rollouts)}
+
+    results = play(arena_of(make_arena, by_id, reply=in_turn("1", "2", "3")), "x", "x", "x")
+    assert [set(result.rollout.rewards.values()) for result in results] == [
+        {float(result.rollout.steps[0].completion)} for result in results
+    ]
+    for wrong in ({"weights": {0: 1.0}}, {"weights": {1.0}}):
+        with pytest.raises(TypeError, match=r"weights=.*expected a list"):
+            Rubric([by_id], **wrong)

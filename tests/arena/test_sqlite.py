@@ -265,6 +265,41 @@ def test_a_write_that_breaks_off_in_the_middle_leaves_the_memory_as_the_file_is(
     assert contents(store) == contents(reopened(store, dedup=True))
 
 
+@pytest.mark.parametrize(
+    ("opens", "place"),
+    [
+        *((True, place) for place in ("revision, rewinds", "FROM rewinds", "FROM artifacts a")),
+        *((False, place) for place in ("revision, rewinds", "FROM rewinds", "removed >", "FROM artifacts a")),
+    ],
+)
+def test_a_write_between_two_queries_of_a_read_is_seen_by_the_next_one(tmp_path, monkeypatch, place, opens):
+    """A read is of one moment: when it begins. The other process evicts one artifact and changes another one."""
+    path, options = tmp_path / "q.db", {"max_size": 3, "shared": True}
+    other = ArtifactStore("q", path=path, **options)
+    for number in range(3):
+        other.add({"n": number})
+    mine = None if opens else ArtifactStore("q", path=path, **options)
+    other.add({"n": 3})
+    plain, between = store_file.SqliteStore._run, [place]
+
+    def run(self, query, *arguments):
+        answer = plain(self, query, *arguments)
+        if self is not other._file and between and between[0] in query:
+            between.clear()
+            other.add({"n": 4})
+            other.record("q-3", 1.0)
+        return answer
+
+    monkeypatch.setattr(store_file.SqliteStore, "_run", run)
+    if opens:
+        mine = ArtifactStore("q", path=path, **options)
+    # A store that opens the file has read it before the list is asked for, which is then the next read.
+    assert [artifact.data["n"] for artifact in mine] == ([2, 3, 4] if opens else [1, 2, 3]) and not between
+    mine.add({"n": 5})
+    assert [artifact.data["n"] for artifact in mine] == [artifact.data["n"] for artifact in other] == [3, 4, 5]
+    assert mine.outcome("q-3").attempts == 1
+
+
 def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):
     store = ArtifactStore("q", path=tmp_path / "q.db", dedup=True)
     store.add("x")

@@ -16,10 +16,12 @@ import pytest
 from pydantic import BaseModel, Field
 
 from turnwise.arena import Arena, BatchFailedError, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena.runtime import watch
 from turnwise.arena.runtime.tool_rounds import answer_of
 from turnwise.chat.tools import by_name, schemas, tool_of
 from turnwise.credit import ATGRPOCredit
 from turnwise.inference import ScriptedClient
+from turnwise.samples.pack import with_zero_counts
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest
 
 from ..chat.families import chat_tokenizer
@@ -138,9 +140,69 @@ def test_errors_are_answers() -> None:
     assert contents[1].startswith("error: TypeError:") and contents[2].startswith("error: TypeError:")
 
 
-def test_a_call_that_cannot_be_read_is_the_answer() -> None:
-    steps = play(arena_of(["<tool_call>{add(2, 2)</tool_call>"], add)).rollout.steps
-    assert len(steps) == 1 and steps[0].info["tool_calls"] == ["invalid_json"]
+@pytest.mark.parametrize(
+    ("written", "status", "told"),
+    [
+        (
+            '{"name": "sum", "arguments": {"a": 2, "b": 2}}',
+            "unknown_tool",
+            "there is no tool 'sum': expected one of add",
+        ),
+        ('{"name": "add", "arguments": {"a": 2, "b": 2,}}', "invalid_json", "Expecting property name"),
+        (
+            '{"name": "add", "a": 2, "b": 2}',
+            "malformed_structure",
+            "the arguments under the key 'arguments', got the keys a, b",
+        ),
+        ('{"arguments": {"a": 2, "b": 2}}', "missing_name", "the call names no tool"),
+        ("add(2, 2)", "invalid_json", "Expecting value, got 'add(2, 2)</tool_call"),
+    ],
+)
+def test_a_call_that_cannot_be_read_gets_an_error_and_is_counted(
+    written: str, status: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_warned", set())
+    bad = f"<tool_call>{written}</tool_call>"
+    arena = arena_of([f"Sum:{bad}{call('add', a=2, b=2)}", bad, "It is 4."], add)
+    with pytest.warns(RuntimeWarning, match=f"tool_calls/{status}/solver") as warned:
+        rollout = play(arena).rollout
+    first, second, last = rollout.steps
+    assert (first.info["tool_calls"], second.info["tool_calls"], last.completion) == (
+        [status, "ok"],
+        [status],
+        "It is 4.",
+    )
+    error, four = last.prompt[3:5]
+    assert error["content"].startswith(f"error: {status}: ") and told in error["content"] and four["content"] == "4"
+    assert [message["role"] for message in last.prompt[2:]] == ["assistant", "tool", "tool", "assistant", "tool"]
+    assert last.prompt[2]["content"] == "Sum:", "the call is no text beside its result"
+    stream = second.prompt_token_ids + second.completion_token_ids
+    assert last.prompt_token_ids[: len(stream)] == stream, "the model sees what it wrote"
+    assert {name: value for name, value in rollout.metrics.items() if "tool_calls" in name} == {
+        "tool_calls/ok/solver": 1.0,
+        f"tool_calls/{status}/solver": 2.0,
+    }
+    assert sum("tool_calls/" in str(one.message) for one in warned) == 1
+
+
+def test_a_call_that_the_limit_cut_says_so() -> None:
+    client = ScriptedClient(["<tool_call>" + "x" * 200, "4"], tokenizer=chat_tokenizer("template"))
+    arena = Arena(client, ATGRPOCredit())
+    arena.add_actor(Actor("solver", tools=[add], max_tokens=100))
+    arena.add_episode(Sum())
+    _, last = play(arena).rollout.steps
+    assert (
+        last.prompt[-1]["content"] == "error: unclosed_block: the call has no end: the answer reached its token limit"
+    )
+
+
+def test_counts_of_tools_are_means_over_the_episodes_with_tools() -> None:
+    counted = {"tool_calls/ok/a": 2.0, "tool_calls/invalid_json/a": 1.0}
+    assert with_zero_counts([counted, {"tool_calls/ok/a": 0.0}, {}]) == [
+        counted,
+        {"tool_calls/invalid_json/a": 0.0, "tool_calls/ok/a": 0.0},
+        {},
+    ]
 
 
 def test_after_the_last_round_the_actor_answers_without_tools() -> None:

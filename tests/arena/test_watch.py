@@ -13,9 +13,10 @@ import pytest
 from turnwise.arena import MultiTurnEpisode, Rubric, SingleTurnEpisode
 from turnwise.arena.runtime import watch
 from turnwise.inference import ScriptedClient
+from turnwise.samples.pack import describe
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import TrainConfig, Trainer, build_policies
-from turnwise.types import Actor, EpisodeRequest
+from turnwise.types import Actor, EpisodeRequest, EpisodeState
 from turnwise.utils.threads import run_to_end
 
 from .user_games import CALL, arena_of, asked, forget_warnings, game, leave, play, slept, stop, tool  # noqa: F401
@@ -179,3 +180,25 @@ def test_a_tool_that_changes_the_folder_moves_no_run(tmp_path: Path, monkeypatch
     assert Path.cwd().name == "elsewhere" and not list(Path.cwd().iterdir())
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
+
+
+# ---- attempts that call no model -------------------------------------------------------------------------------------
+def test_an_attempt_that_calls_no_model_is_counted_and_named_once() -> None:
+    """It had no reward, no success and no place in the baseline, and nothing said so."""
+
+    class Cached(SingleTurnEpisode):
+        episode_type, rubric = "cached", Rubric([lambda: 1.0])
+
+        def get_prompt(self, artifact: Any) -> str:
+            return str(artifact)
+
+        async def rollout(self, arena: Any, artifact: Any, state: Any = None) -> Any:
+            return EpisodeState() if artifact else await super().rollout(arena, artifact, state)
+
+    arena = arena_of(Cached())
+    with pytest.warns(RuntimeWarning, match="'cached' called no model of its actors.*no part in rewards") as heard:
+        results = play(arena, 4)
+    assert len([one for one in heard if "called no model" in str(one.message)]) == 1
+    assert [bool(result.rollout.rewards) for result in results] == [True, False, False, False]
+    assert describe(results)["episodes/without_calls"] == 3
+    assert "episodes/without_calls" not in describe(play(arena, 1))

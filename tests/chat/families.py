@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,85 @@ def installed_families() -> list[str]:
     """The families whose templates are there: all of them where TRL and renderers are installed."""
     whole = TRL is not None and importlib.util.find_spec("renderers") is not None
     return list(CHAT_FAMILIES) if whole else ["template"]
+
+
+# The marks of each kind of tokenizer, of which the second one ends a sequence, and the families of `renderers` with it.
+HUNYUAN = ["think", "tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value", "tool_responses", "tool_response"]
+DEEPSEEK = ["User", "Assistant", "latest_reminder", "action", "query", "authority", "domain", "title", "read_url"]
+INKLING = [
+    "text",
+    "thinking",
+    "image",
+    "audio_input",
+    "xml",
+    "invoke_tool_json",
+    "invoke_tool_text",
+    "model_end_sampling",
+]
+MARKS_OF: dict[str, list[str]] = {
+    "chatml": [*QWEN, *VISION, *QWEN_MARKS],
+    "llama": [*LLAMA, "<|end_of_text|>", "<|finetune_right_pad_id|>"],
+    "glm": [*GLM, *GLM_MARKS],
+    "hunyuan": [
+        *(f"<｜hy_{name}:opensource｜>" for name in ("begin_of_sentence", "eos", "User", "Assistant")),
+        "<｜reasoning_mode:opensource｜>",
+        *(f"<{side}{name}:opensource>" for name in HUNYUAN for side in ("", "/")),
+    ],
+    "minimax": ["]~!b[", "[e~[", "]~b]", "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"],
+    "laguna": [
+        *("<s>", "〈|EOS|〉", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+        *(f"<{side}{name}>" for name in ("assistant", "user", "system") for side in ("", "/")),
+    ],
+    "deepseek": [
+        *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
+        *(f"<｜tool▁{name}▁{side}｜>" for name in ("calls", "call", "outputs", "output") for side in ("begin", "end")),
+    ],
+    "deepseek-v4": [
+        *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>", "｜DSML｜"),
+        *(f"<｜{name}｜>" for name in DEEPSEEK),
+    ],
+    "kimi": [
+        *("[BOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "[EOS]"),
+        *(f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")),
+        *(f"<|media_{name}|>" for name in ("begin", "content", "pad", "end")),
+    ],
+    "gemma": [
+        *("<bos>", "<eos>", '<|"|>', "<|think|>", "<|image|>"),
+        *(
+            f"<{a}{name}{b}>"
+            for name in ("turn", "channel", "tool", "tool_call", "tool_response", "image")
+            for a, b in (("|", ""), ("", "|"))
+        ),
+    ],
+    "inkling": [
+        *("<|x|>", "<|endoftext|>", "<|end_message|>", "<|audio_end|>", "<|unused_200053|>", "<|unused_200054|>"),
+        *(f"<|message_{name}|>" for name in ("user", "model", "system", "tool")),
+        *(f"<|content_{name}|>" for name in INKLING),
+    ],
+}
+FAMILIES_OF: dict[str, str] = {
+    "chatml": "qwen3 qwen3-vl qwen3.5 qwen3.6 qwen3.8 prime-qwen3 nemotron-3 nemotron-3-ultra nemotron-3.5",
+    "llama": "llama-3",
+    "glm": "glm-4.5 glm-5 glm-5.1 glm-5.3",
+    "hunyuan": "hy3",
+    "minimax": "minimax-m2",
+    "laguna": "laguna-xs.2 laguna-m.1 laguna-xs-2.1 laguna-s-2.1",
+    "deepseek": "deepseek-v3 deepseek-r1",
+    "deepseek-v4": "deepseek-v4",
+    "kimi": "kimi-k2 kimi-k2.5",
+    "gemma": "gemma4",
+    "inkling": "inkling",
+}
+
+
+def all_families() -> dict[str, str]:
+    """The kind of tokenizer of each family of ``renderers`` that needs no network; empty where it isn't installed."""
+    if importlib.util.find_spec("renderers") is None:
+        return {}
+    return {name: kind for kind, names in FAMILIES_OF.items() for name in names.split()}
+
+
+@functools.cache
+def kind_tokenizer(kind: str) -> Any:
+    """Return the tokenizer of a kind in :data:`MARKS_OF`."""
+    return byte_tokenizer("", MARKS_OF[kind][:2], MARKS_OF[kind][2:])

@@ -6,48 +6,16 @@ import random
 
 import pytest
 
-from turnwise.chat.formats import EXAMPLE_TOOL, ChatFormat, read_calls
+from turnwise.chat.formats import EXAMPLE_TOOL, ChatFormat
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.messages import ChatError
 
 from .families import CHAT_FAMILIES, chat_tokenizer, installed_families
 
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
-
 
 @pytest.fixture(params=installed_families())
 def format(request: pytest.FixtureRequest) -> ChatFormat:
     return chat_format(chat_tokenizer(request.param))
-
-
-def test_a_call_and_its_text() -> None:
-    found = read_calls(f"Let me see.\n{CALL}", [EXAMPLE_TOOL])
-    assert (found.answer, [call.name for call in found.calls]) == ("Let me see.", ["look"])
-    assert found.message(["call_7"])["tool_calls"] == [
-        {"id": "call_7", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
-    ]
-
-
-@pytest.mark.parametrize(
-    ("written", "status"),
-    [
-        ('<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>', "ok"),
-        ('<tool_call>{"name": "look", "arguments": "{\\"at\\": \\"x\\"}"}</tool_call>', "ok"),
-        ('<tool_call>{"name": "look"}</tool_call>', "ok"),
-        ('<tool_call>{"name": "look", "arg', "unclosed_block"),
-        ("<tool_call>look(x)</tool_call>", "invalid_json"),
-        ('<tool_call>{"name": "look", "arguments": "at x"}</tool_call>', "invalid_json"),
-        ('<tool_call>["look"]</tool_call>', "malformed_structure"),
-        ('<tool_call>{"name": "look", "arguments": [1]}</tool_call>', "malformed_structure"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "missing_name"),
-        ('<tool_call>{"name": "jump", "arguments": {}}</tool_call>', "unknown_tool"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "invalid_json"),
-    ],
-)
-def test_a_call_that_cannot_be_read_stays_text(written: str, status: str) -> None:
-    found = read_calls(f"See: {written}", [EXAMPLE_TOOL])
-    assert [call.status for call in found.calls] == [status]
-    assert (written in found.answer) == (status != "ok")
 
 
 @pytest.mark.parametrize(("name", "status"), [("look", "ok"), ("jump", "unknown_tool")])

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from turnwise.chat.formats import EXAMPLE_TOOL, OK
+from turnwise.chat.formats import EXAMPLE_TOOL
 from turnwise.chat.known_formats import chat_format
+from turnwise.types import OK
 
 from .families import chat_tokenizer, installed_families
 
@@ -20,14 +21,16 @@ def nested(levels: int) -> str:
     return '{"at":' * levels + "1" + "}" * levels
 
 
+NEST = "[" * 70 + "]" * 70
+
 HOSTILE = {
     **{f"{levels} levels": call(nested(levels)) for levels in (65, 300, 900, 980, 5000)},
     "lists without end": "<tool_call>" + "[" * 100_000 + "</tool_call>",
     "a long number": call('{"at": ' + "1" * 6000 + "}"),
     "no finite number": call('{"at": 1e999}'),
     "not a number": call('{"at": NaN}'),
-    "nested GLM value": f"<tool_call>look\n<arg_key>n</arg_key>\n<arg_value>{'[' * 2000}</arg_value>\n</tool_call>",
-    "nested Qwen3.5 value": f"<tool_call>\n<function=look>\n<parameter=n>\n{'[' * 2000}\n</parameter>\n</function>\n"
+    "nested GLM value": f"<tool_call>look\n<arg_key>n</arg_key>\n<arg_value>{NEST}</arg_value>\n</tool_call>",
+    "nested Qwen3.5 value": f"<tool_call>\n<function=look>\n<parameter=n>\n{NEST}\n</parameter>\n</function>\n"
     "</tool_call>",
     "Llama call": '{"name": "look", "parameters": ' + nested(980) + "}",
     "name is a list": '<tool_call>{"name": ["look"], "arguments": {}}</tool_call>',

@@ -198,3 +198,11 @@ def answer_of(format: ChatFormat, ids: list[int], reason: FinishReason) -> str:
     text = format.tokenizer.decode(ids, skip_special_tokens=True)
     response = ModelResponse(text, ids, [0.0] * len(ids), reason, [(len(ids), 0)])
     return with_parse(response, ModelRequest([], Sampling(), "default"), format).text
+
+
+def test_an_answer_without_marks_is_an_answer_in_every_family(format: ChatFormat) -> None:
+    """Some families' own parsers take it for a thought, as their templates let the model open one."""
+    prompt = format.prompt_ids([{"role": "user", "content": "2 + 2?"}])
+    begun = "hm</think>" if format.opens_thought(prompt) else ""
+    found = format.parse([*format.encode(f"{begun}4"), format.stop_token_ids[0]], (), prompt)
+    assert (found.answer.strip(), found.in_thought) == ("4", False)

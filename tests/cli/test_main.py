@@ -144,14 +144,14 @@ def test_a_word_that_is_a_choice_is_no_null(
     """`--rollout.tree.select none` was read as null, and refused; `--task_options.path 2024` as a number."""
     monkeypatch.chdir(tmp_path)
     Path("2024").write_text("".join(f'{{"question": "{i} + 1?", "answer": "#### {i + 1}"}}\n' for i in range(4000)))
-    Path("run.toml").write_text(f'task = "{task}"\n')
+    Path("run.toml").write_text(f'task = "{task}"\nrollout.group_size = 2\n')
     assert cli.main(["train", "run.toml", "--dry-run", *words]) == EXIT_OK, capsys.readouterr().err
     assert shown in capsys.readouterr().out
 
 
 def test_dry_run_says_who_plays_and_all_that_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
-    config.write_text('policy_sharing = "model_per_actor"\n')
+    config.write_text('policy_sharing = "model_per_actor"\nrollout.branches = 2\n')
     assert cli.main(["train", str(config), "--dry-run"]) == EXIT_OK
     output = capsys.readouterr().out
     assert "# actor 'proposer' plays with policy 'proposer'" in output and "[policies.reviser]" in output
@@ -162,7 +162,7 @@ def test_dry_run_says_who_plays_and_all_that_is_wrong(capsys: pytest.CaptureFixt
     assert cli.main(["train", str(config), "--dry-run", *words]) == EXIT_USAGE
     told = capsys.readouterr().err
     assert all(f"'{key}'" in told for key in wrong)
-    config.write_text("steps = 7\n")
+    config.write_text("steps = 7\nrollout.branches = 2\n")
     assert cli.main(["train", str(config), "--dry-run", "--update.lr", "0.5"]) == EXIT_OK
     output = capsys.readouterr().out
     assert "steps = 7" in output
@@ -197,7 +197,7 @@ def test_the_code_that_a_config_names_is_told_before_it_is_imported(
 
 
 def test_closed_pipe_is_quiet() -> None:
-    """`turnwise --help | true`-like: the reader is gone before anything is written."""
+    """`turnwise --help | true`-like: the reader is gone before anything is written. The command did its work."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     code = (
@@ -208,7 +208,7 @@ def test_closed_pipe_is_quiet() -> None:
     process = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (EXIT_FAILED, "")
+    assert (process.returncode, error) == (EXIT_OK, "")
 
 
 # ---- Arguments that argparse does not know: overrides and pairs ------------------------------------------------------

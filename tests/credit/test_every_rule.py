@@ -71,6 +71,13 @@ def rows(make: Any, *attempts: tuple[str, Sequence[float]], **fields: Any) -> li
     ]
 
 
+def test_an_attempt_of_many_calls_moves_the_baseline_of_dr_mas_unless_attempts_count_once(make: Any) -> None:
+    samples = rows(make, ("long", [0.0, 0.0]), ("short", [1.0]))
+    by_call, by_attempt = (DrMASCredit(per=per, scale="none").compute_columns(samples) for per in ("call", "attempt"))
+    np.testing.assert_allclose(by_call, [-1 / 3, -1 / 3, 2 / 3], atol=1e-6)
+    np.testing.assert_allclose(by_attempt, [-0.5, -0.5, 0.5], atol=1e-6)
+
+
 def test_opo_and_reinforce_weigh_tokens(make: Any) -> None:
     """A right answer of 3 tokens, a wrong one of 1: the baseline is 3 / 4, the standard deviation 0.4330."""
     samples = [make("a", reward=1.0, completion_token_ids=[1, 2, 3]), make("b", reward=0.0)]
@@ -246,6 +253,7 @@ REFERENCES: dict[str, tuple[Callable[[], Any], Callable[[Sequence[Sample]], np.n
         True,
     ),
     "dr_mas": (DrMASCredit, partial(grouped, key=of_actor, unit=id), True),
+    "dr_mas attempts": (partial(DrMASCredit, per="attempt"), partial(grouped, key=of_actor, unit=seat), True),
     "at_grpo": (ATGRPOCredit, partial(grouped, key=siblings, unit=id, eps=1e-8), True),
     "turn_returns": (partial(TurnReturnsCredit, gamma=0.9), turn_returns, False),
     "gigpo": (partial(GiGPOCredit, gamma=0.9, omega=0.5), gigpo, False),
@@ -455,6 +463,7 @@ def test_a_wrong_option_of_groups_shows_when_the_rule_is_made(rule: Any, options
         (PassAtKCredit, {"k": 0}, "k=0"),
         (PassAtKCredit, {"k": 2.5}, "k=2.5"),
         (PassAtKCredit, {"eps": -1.0}, "eps=-1.0"),
+        (DrMASCredit, {"per": "row"}, "per='row': expected 'call' or 'attempt'"),
         (RAECredit, {"decay": 1.0}, "decay=1.0"),
         (RAECredit, {"per": "game"}, r"per='game': expected one of \['batch', 'trajectory'\]"),
         (ReinforcePPCredit, {"eps": -1}, "eps=-1"),

@@ -145,7 +145,10 @@ async def test_the_methods_for_weights_can_be_called(monkeypatch: pytest.MonkeyP
 async def test_no_other_method_can_be_called(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     said, passed = await ask(monkeypatch, {"method": "POST", "path": "/collective_rpc"}, body=body)
     assert said[0]["status"] == 403 and not passed
-    assert "only turnwise_reload, turnwise_describe, turnwise_adapter can be called" in said[1]["body"].decode()
+    assert (
+        "only turnwise_reload, turnwise_describe, turnwise_adapter, turnwise_limit_head can be called"
+        in said[1]["body"].decode()
+    )
 
 
 async def test_web_sockets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,8 +251,7 @@ class Batch:
                 if kl:
                     found["kl"] = kl_term(kl.estimator, lp[i], ref[i])[0]
                 if correction:
-                    token = math.exp(clamp(mismatch[i], -20, 20))
-                    found |= {"mismatch_kl": -mismatch[i], "rejected": not kept[i], "weight": token}
+                    found |= {"mismatch_kl": -mismatch[i], "rejected": not kept[i], "weight": w[i]}
                 tokens.append(found)
         return loss, grad, self._metrics(tokens)
 
@@ -283,5 +282,6 @@ class Batch:
         metrics["ratio_max"] = max((t["ratio_mean"] for t in tokens), default=0.0)
         if tokens and "weight" in tokens[0]:
             weights = [t["weight"] for t in tokens]
-            metrics["ess"] = sum(weights) ** 2 / (n * sum(w * w for w in weights))
+            squares = sum(w * w for w in weights)
+            metrics["ess"] = sum(weights) ** 2 / (n * squares) if squares else 0.0
         return metrics

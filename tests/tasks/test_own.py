@@ -197,9 +197,12 @@ def test_copies_of_a_row_share_nothing_that_an_episode_could_change():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ([{"a": {1, 2}}], r"Asking.questions\(\) gave {'a': {1, 2}} as question 0: expected a text, or data that JSON"),
-        (["a", b"b"], r"Asking.questions\(\) gave b'b' as question 1: expected a text"),
-        ([float("nan")], r"gave nan as question 0: expected a text"),
+        (
+            [{"a": {1, 2}}],
+            r"Asking.questions\(\), question 0: {'a': {1, 2}} is no question: expected a text, or data that JSON",
+        ),
+        (["a", b"b"], r"Asking.questions\(\), question 1: b'b' is no question: expected a text"),
+        ([float("nan")], r"question 0: nan is no question: expected a text"),
         (None, r"Asking.questions\(\) gave None: expected a list of questions"),
         ("What?", r"Asking.questions\(\) gave 'What\?': expected a list of questions"),
         ({"question": "What?"}, r"Asking.questions\(\) gave .*: expected a list of questions"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.checkpoint import files as checkpoint_files
+from turnwise.train.checkpoint import progress
 from turnwise.train.checkpoint.checkpoint import (
     ignored_checkpoints,
     list_checkpoints,
@@ -19,6 +21,7 @@ from turnwise.train.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from turnwise.train.checkpoint.files import CheckpointError, write_manifest
+from turnwise.train.checkpoint.progress import find_checkpoint
 from turnwise.train.config.optimization import KLConfig, LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig
 from turnwise.train.model.loading import peft_config
@@ -61,7 +64,7 @@ def test_round_trip_goes_on_bit_for_bit(tmp_path, fresh_policy, train):
     train(second, 2)
     assert equal(dict(whole.weights()), dict(second.weights()))
     assert second.updates == 5
-    assert second.schedule.get_last_lr() == whole.schedule.get_last_lr()
+    assert second.learning_rate == whole.learning_rate
 
 
 def test_old_ones_go_except_for_those_that_are_protected(tmp_path, fresh_policy):
@@ -69,6 +72,36 @@ def test_old_ones_go_except_for_those_that_are_protected(tmp_path, fresh_policy)
     for step in (1, 2, 3, 10):
         save_checkpoint(tmp_path, step, {"default": policy}, {}, keep=2, protect=[1])
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001", "step_00000003", "step_00000010"]
+
+
+@pytest.mark.parametrize("which", ["newest", "step_00000001"])
+def test_one_that_is_being_read_stays_until_its_reader_has_ended(tmp_path, fresh_policy, monkeypatch, which):
+    monkeypatch.setattr(checkpoint_files, "_held", {})
+    policy = {"default": fresh_policy()}
+    save_checkpoint(tmp_path, 1, policy, {}, keep=1)
+    read = find_checkpoint(tmp_path, which)
+    for step in (2, 3):
+        save_checkpoint(tmp_path, step, policy, {}, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001", "step_00000003"]
+    load_weights(read, policy)
+    os.close(checkpoint_files._held.pop(read))  # as at the end of the reader's process
+    save_checkpoint(tmp_path, 4, policy, {}, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000004"]
+    assert not checkpoint_files.hold(read)
+
+
+def test_one_that_goes_between_its_listing_and_its_reading_is_not_chosen(tmp_path, fresh_policy, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "_held", {})
+    policy = {"default": fresh_policy()}
+    save_checkpoint(tmp_path, 1, policy, {}, keep=1)
+
+    def hold(path):
+        if path.name == "step_00000001":
+            save_checkpoint(tmp_path, 2, policy, {}, keep=1)
+        return checkpoint_files.hold(path)
+
+    monkeypatch.setattr(progress, "hold", hold)
+    assert find_checkpoint(tmp_path, "newest").name == "step_00000002"
 
 
 def test_a_folder_that_is_no_checkpoint_is_ignored_and_stays(tmp_path, fresh_policy):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -12,14 +13,19 @@ import pytest
 from pydantic import BaseModel
 
 from turnwise.arena import Arena
+from turnwise.cli import main as cli
 from turnwise.run.workers.attach import differences as worker_differences
 from turnwise.run.workers.attach import episode_settings
+from turnwise.tasks.gsm8k.task import GSM8KOptions
+from turnwise.tasks.own import OwnOptions
+from turnwise.train.checkpoint.progress import find_checkpoint
 from turnwise.train.config.policies import PhaseConfig, policies_at, steps_in_training
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError, differences, to_toml
+from turnwise.train.config.toml import ConfigError, differences, section_in, set_value, split_key, to_toml
 from turnwise.train.validate import config_from_dict, load_config, read_config
 from turnwise.types import TaskCapabilities
+from turnwise.utils.files import PathText
 
 
 def written(tmp_path, text):
@@ -110,7 +116,7 @@ class Floored:
         ("update.lrr", "unknown config key 'update.lrr'; did you mean 'lr'?"),
         ("stepz", "unknown config key 'stepz'; did you mean 'steps'?"),
         ("policies.default.dtyp", "unknown config key 'policies.default.dtyp'; did you mean 'dtype'?"),
-        ("zzz", "unknown config key 'zzz'; known: actors, checkpoint, cluster, credit"),
+        ("zzz", "unknown config key 'zzz'; known: actors, checkpoint, cluster, code"),
     ],
 )
 def test_unknown_keys_name_the_nearest(key, message):
@@ -229,10 +235,10 @@ def test_what_is_unset_is_a_key(tmp_path, keys):
 def test_the_flags_are_these():
     """A new flag is a decision: add it here too."""
     assert sorted(TrainConfig.model_fields) == [
-        "actors", "checkpoint", "cluster", "credit", "curriculum", "device", "distill", "eval", "filter", "gateway",
-        "health", "league", "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases", "policies",
-        "policy_sharing", "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task", "task_options",
-        "tasks", "threads", "update", "warm_start",
+        "actors", "checkpoint", "cluster", "code", "credit", "curriculum", "device", "distill", "eval", "filter",
+        "gateway", "health", "league", "learner", "log", "loop", "loss", "max_sampled_tokens", "max_seconds", "phases",
+        "policies", "policy_sharing", "resume", "reward", "rollout", "run_dir", "seed", "sharding", "steps", "task",
+        "task_options", "tasks", "threads", "update", "warm_start",
     ]  # fmt: skip
     # A limit of the arena has one default.
     arena = inspect.signature(Arena.__init__).parameters
@@ -256,6 +262,60 @@ def test_the_steps_of_a_policy_are_counted(steps):
         counted = sum(name in policies_at(step, PHASES, [name]) for step in range(steps))
         assert steps_in_training(name, steps, PHASES) == counted
     assert steps_in_training("a", steps, []) == steps
+
+
+def path_keys(section=TrainConfig, above=""):
+    """The keys whose descriptions speak of a file or folder that the user names, by the fields of the config."""
+    for name, field in section.model_fields.items():
+        dotted = f"{above}{name}"
+        if (below := section_in(field.annotation)) is not None:
+            named = str(field.annotation).startswith("dict")
+            yield from path_keys(below, f"{dotted}.{'any.' if named else ''}")
+        elif re.match(r"(Folder|File|JSONL|Reference of)\b", field.description or ""):
+            yield dotted
+
+
+@pytest.mark.parametrize("key", list(path_keys()))
+def test_every_path_begins_at_home_with_a_tilde(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert key in (
+        "run_dir", "policies.any.path", "policies.any.reference", "warm_start.data", "rollout.server.api_key_file",
+        "rollout.server.folder",
+    ), "a new path key: list it here"  # fmt: skip
+
+    def read(path, value, key=key):
+        data = {}
+        set_value(data, split_key(key.replace("any", "default")), value)
+        found = path(data)
+        for part in key.replace("any", "default").split("."):
+            found = found[part] if isinstance(found, dict) else getattr(found, part)
+        return str(found)
+
+    assert read(TrainConfig.model_validate, "~/a/b") == str(tmp_path / "a" / "b")
+    for other in ("Qwen/Qwen3-0.6B", "a/~/b", "~nobody-has-this-name/a"):
+        assert read(TrainConfig.model_validate, other) == other
+
+
+def test_files_that_are_named_from_home(tmp_path, monkeypatch):
+    """Config files, those that they extend, arguments, checkpoints, and options of tasks by their types."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.toml").write_text("steps = 7\n")
+    (tmp_path / "run.toml").write_text('extends = "~/base.toml"\n')
+    assert load_config("~/run.toml").steps == 7
+    assert cli.parse(["train", "~/run.toml"]).config == tmp_path / "run.toml"
+    assert cli.parse(["demo", "--out=~/demo"]).out == tmp_path / "demo"
+    assert cli.parse(["tournament", "~/a", "b"]).run_dirs == [tmp_path / "a", Path("b")]
+    assert cli.parse(["serve", "~/model"]).model == str(tmp_path / "model")
+    assert find_checkpoint(tmp_path / "checkpoints", "~/saved") == tmp_path / "saved"
+
+    class Own(OwnOptions):
+        file: Path
+        files: list[Path]
+        text: PathText | None = None
+
+    own = Own.model_validate({"file": "~/a", "files": ["~/b", "c"], "text": "~/d"})
+    assert (own.file, own.files, own.text) == (tmp_path / "a", [tmp_path / "b", Path("c")], str(tmp_path / "d"))
+    assert GSM8KOptions(path="~/q.jsonl").path == str(tmp_path / "q.jsonl")
 
 
 def test_paths_to_the_same_file_are_no_difference(tmp_path, monkeypatch):

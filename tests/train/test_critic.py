@@ -10,14 +10,12 @@ import torch
 
 from turnwise.train.config.optimization import CriticConfig, LossConfig, UpdateConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.critic import estimate_advantages, keep_states, value_head, values_of
 from turnwise.train.update.loss import Loss
 from turnwise.train.update.update import UpdateLog, accumulate, update_policy
-from turnwise.train.validate import load_config
 
 ROWS = np.arange(3)
 
@@ -120,7 +118,7 @@ def test_a_checkpoint_has_the_head_and_its_moments(tmp_path, small_model, three_
         return made, LocalLearner({"default": made}, config)
 
     def step(learner):
-        return learner.update(three_rows, ["default"], 0.0, np.random.default_rng(0), lambda done, total: None)
+        return learner.update(three_rows, ["default"], {}, np.random.default_rng(0), lambda done, total: None)
 
     (one, trains), (other, resumes) = learner(0), learner(1)
     assert step(trains).metrics["default"]["value_loss"] == pytest.approx(1 / 9, rel=1e-5)  # var(1, 0, 1) / 2
@@ -140,13 +138,11 @@ def test_an_update_that_fails_leaves_the_bias_as_it_was(small_model, three_rows,
     learner = LocalLearner({"default": policy}, config)
     monkeypatch.setattr("turnwise.train.update.update.accumulate", fail)
     with pytest.raises(OSError):
-        learner.update(three_rows, ["default"], 0.0, np.random.default_rng(0), lambda done, total: None)
+        learner.update(three_rows, ["default"], {}, np.random.default_rng(0), lambda done, total: None)
     assert policy.critic.bias.tolist() == [0] and not learner.torn
 
 
 def test_what_can_have_no_critic_is_named(small_model):
-    with pytest.raises(ConfigError, match=r"'loss.critic': needs filter.drop_zero_advantage = false"):
-        load_config(None, {"loss.critic": {}})
     padded = Policy("default", small_model()[0], UpdateConfig(), total_steps=9, layout="padded")
     with pytest.raises(ValueError, match=r"'loss.critic': policy 'default' needs padded rows"):
         value_head(padded)

@@ -7,13 +7,16 @@ import pytest
 
 from turnwise.arena import Arena, MultiTurnEpisode, Rubric
 from turnwise.chat import ChatRenderer
+from turnwise.chat.known_formats import chat_format
 from turnwise.credit import GRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.update.sft_data import RowReader, SFTRow, fitting, tokenize
+from turnwise.train.update.sft_data import RowReader, SFTRow, demonstrated, fitting, tokenize
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Step
+
+from ..chat.families import CHAT_FAMILIES, QWEN, byte_tokenizer, chat_tokenizer, installed_families
 
 CHAT = [{"role": "user", "content": "2 + 2 = ?"}]
 
@@ -281,3 +284,62 @@ def test_a_recorded_completion_keeps_its_own_end(small_model):
     # Ids of another completion are not those of the text.
     [row] = fitting(tokenizer, [SFTRow(CHAT, "42", "a", "here", True, prompt, tokenizer.encode("7"))], None)
     assert tokenizer.decode(row.completion_token_ids) == "42<|end|>"
+
+
+ENDS = {
+    "none": "4",
+    "its own": "4<|end|>",
+    "twice": "4<|end|><|end|>",
+    "with whitespace": "4<|end|>\n",
+    "apart": "4 <|end|> <|end|>\n\n",
+}
+
+
+@pytest.mark.parametrize("written", ENDS)
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("prompt", [CHAT, "2 + 2 ="])
+def test_a_demonstration_teaches_its_end_once(small_model, written, is_recorded, prompt):
+    _, tokenizer = small_model()
+    notes = []
+    [row] = fitting(tokenizer, [SFTRow(prompt, ENDS[written], None, "demos.jsonl:1", is_recorded)], None, notes.append)
+    text = tokenizer.decode(row.completion_token_ids)
+    assert text.count("<|end|>") == 1 and text.endswith("<|end|>") and text.replace(" ", "") == "4<|end|>"
+    assert row.completion_token_ids.count(tokenizer.eos_token_id) == 1
+    assert not any("after a token that ends the turn" in note for note in notes)
+
+
+@pytest.mark.parametrize("family", installed_families())
+def test_of_each_family_a_written_end_is_the_only_one(family):
+    tokenizer = chat_tokenizer(family) if family in CHAT_FAMILIES else byte_tokenizer("", QWEN, [])
+    format = chat_format(tokenizer) or ChatRenderer(tokenizer)
+    plain = tokenize(format, SFTRow(CHAT, "4", None, "")).completion_token_ids
+    closing = tokenizer.decode(format.end_token_ids)
+    for written in (closing, closing + "\n"):
+        assert tokenize(format, SFTRow(CHAT, f"4{written}", None, "")).completion_token_ids == plain
+
+
+def test_a_row_that_goes_on_after_its_end_is_named(small_model):
+    _, tokenizer = small_model()
+    rows = [SFTRow(CHAT, text, None, f"demos.jsonl:{n}") for n, text in enumerate(["4", "4<|end|><|user|>more"], 1)]
+    notes = []
+    fitting(tokenizer, rows, None, notes.append)
+    assert len(notes) == 1 and "1 of 2 rows go on after a token that ends the turn" in notes[0]
+    assert "demos.jsonl:2" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (("solver", CHAT), "not enough values"),
+        (("critic", CHAT, "4"), "'critic' is no actor; expected one of solver"),
+        (("solver", CHAT, 4), "expected messages and a text"),
+        (("solver", CHAT, "half \ud83d"), "half of a character"),
+        (("solver", [], "4"), "expected messages and a text"),
+        (7, "cannot unpack"),
+    ],
+)
+def test_a_tasks_bad_demonstration_is_named_by_its_number(bad, told):
+    good = ("solver", CHAT, "4")
+    assert demonstrated([good], ["solver"], "task 'sums'") == [SFTRow(CHAT, "4", "solver", "demonstration 0")]
+    with pytest.raises(ConfigError, match=f"task 'sums': demonstration 1 is .*{told}"):
+        demonstrated([good, bad], ["solver"], "task 'sums'")

@@ -148,7 +148,7 @@ def test_the_reference_is_refreshed_every_second_step(tmp_path, random_batch, sm
     learner, rng, versions, kls = LocalLearner({"default": policy}, config), np.random.default_rng(0), [], []
     weights = [weights_of(policy.model)]
     for step in range(1, 6):
-        updated = learner.update(random_batch(step, rows=6), ["default"], 0.0, rng, lambda done, total: None)
+        updated = learner.update(random_batch(step, rows=6), ["default"], {}, rng, lambda done, total: None)
         weights.append(weights_of(policy.model))
         versions.append(updated.metrics["default"]["reference_version"])
         kls.append(updated.metrics["default"]["kl"])

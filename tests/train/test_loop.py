@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from turnwise.arena import Arena, ArtifactStore, Filters, TreeSampler
 from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Trainer
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.checkpoint.progress import find_checkpoint
 from turnwise.train.config.optimization import CorrectionConfig, LossConfig
 from turnwise.types import Actor, ClientCapabilities
 
@@ -143,6 +146,32 @@ async def test_stops_when_no_validation_is_better_also_after_a_resume(make_train
         assert step == reached, "what was validated before counts"
     validated = [line["step"] for line in lines_of(trainer.config.run_dir) if "validation" in line]
     assert validated == [0, 1, 2, 3], "each once"
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+@pytest.mark.parametrize("failing", [0, 2, 4])
+async def test_a_validation_that_failed_and_was_repeated_is_saved_once(make_trainer, failing, keep_best):
+    curve, made = [0.1, 0.2, 0.3, 0.2, 0.1], []
+    settings = {"steps": 4, "eval": {"every": 2}, "checkpoint": {"keep_best": keep_best, "every": 2}}
+    curve[failing] = 0.9
+    for fails in (True, False, False):
+        trainer = make_trainer(**settings)
+
+        async def evaluation(trainer=trainer, fails=fails):
+            if fails and trainer.progress.step == failing:
+                raise FloatingPointError("the judge is down")
+            made.append(trainer.progress.step)
+            return Evaluation(curve[trainer.progress.step], 0, 1, 1, 0, 0, {})
+
+        trainer.evaluate = evaluation
+        with pytest.raises(FloatingPointError) if fails else nullcontext():
+            await trainer.run()
+    assert sorted(made) == [0, 2, 4], "each once, by three runs"
+    validated = {line["step"]: line["validation"] for line in lines_of(trainer.config.run_dir) if "validation" in line}
+    assert validated == {0: curve[0], 2: curve[2], 4: curve[4]}
+    assert trainer.progress.best_step == failing
+    if keep_best or failing:
+        assert find_checkpoint(trainer.checkpoints, "best") == checkpoint_at(trainer.checkpoints, failing)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def move(policy):
 
 
 def rate_of(policy):
-    return policy.optimizer.param_groups[0]["lr"] / 1e-3
+    return policy.learning_rate / 1e-3
 
 
 def rates_of(policy, updates):
@@ -93,20 +93,28 @@ def test_weights_that_are_not_finite_are_named_when_a_policy_is_made(small_model
 
 def test_the_rate_follows_the_share_of_the_run(small_model):
     config = UpdateConfig(lr=1e-3, warmup=1, min_lr_ratio=0.2, schedule="linear")
-    policy = Policy("default", small_model()[0], config, total_steps=1_001)
+    policy = Policy("default", small_model()[0], config, total_steps=101)
     move(policy)
     rates = []
-    for share in (0.0, 0.25, 0.5, 1.0, 1.1):
+    for share in (0.0, 26 / 101, 51 / 101, 1.0, 1.1):
         policy.follow_run(share)
         rates += rates_of(policy, 2)
-    # At a share of 0 the updates decide; later the share does, also for the second update of a step.
-    assert rates == pytest.approx([1.0, 0.9992, 0.8, 0.8, 0.6, 0.6, 0.2, 0.2, 0.2, 0.2])
-    # Updates past the share of the run decide.
+    # A step begins at the share of the run, and each of its updates advances by one of 101. One of them is the warm-up.
+    assert rates == pytest.approx([1.0, 1.0, 0.8, 0.792, 0.6, 0.592, 0.2, 0.2, 0.2, 0.2])
+    # The number of updates so far does not count: here many were made by the middle of the run.
     config = UpdateConfig(lr=1e-3, min_lr_ratio=0.0, schedule="linear")
     policy = Policy("default", small_model()[0], config, total_steps=4)
     rates_of(policy, 3)
     policy.follow_run(0.5)
-    assert rate_of(policy) == pytest.approx(0.25)
+    assert rate_of(policy) == pytest.approx(0.5)
+    # A warm-up counts updates. If steps had none, it ends later, on the falling rate.
+    config = UpdateConfig(lr=1e-3, min_lr_ratio=0.0, schedule="linear", warmup=2)
+    policy = Policy("default", small_model()[0], config, total_steps=10)
+    rates = []
+    for share in (0.0, 0.6, 0.8):
+        policy.follow_run(share)
+        rates += rates_of(policy, 1)
+    assert rates == pytest.approx([0.5, 0.5, 0.25])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

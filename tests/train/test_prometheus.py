@@ -6,6 +6,7 @@ import socket
 import sys
 import urllib.request
 
+import numpy as np
 import pytest
 
 from turnwise.cli import main as cli
@@ -225,3 +226,15 @@ def test_a_port_alone_is_of_this_machine(given, address):
     for wrong in ("", "localhost", "0", "127.0.0.1:0", "a:65536", "::1:9400", "a:b", "http://a:80"):
         with pytest.raises(ValueError, match="expected host:port, such as"):
             TrainConfig.model_validate({"log": {"prometheus": wrong}})
+
+
+def test_metrics_that_are_added_stand_beside_those_of_their_step(server, port):
+    """They count no second step, and replace nothing. Numbers of numpy are numbers."""
+    server.log(3, {"reward": np.float32(0.5), "sampled_tokens": 10})
+    server.add(3, {"validation": 0.25, "sampled_tokens": 5})
+    server.add(2, {"validation": 0.75})
+    found = samples(port)
+    assert found[("turnwise_reward",)] == 0.5 and found[("turnwise_validation",)] == 0.25
+    assert found[("turnwise_steps_total",)] == 1 and found[("turnwise_sampled_tokens_total",)] == 15
+    server.log(4, {"reward": 1.0})
+    assert ("turnwise_validation",) not in samples(port)

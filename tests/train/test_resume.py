@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from turnwise.arena import ArtifactStore
 from turnwise.arena.curriculum import Curriculum
 from turnwise.credit import RAECredit
+from turnwise.samples.pack import select
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.resume import QUEUE
 from turnwise.types import EpisodeRequest
@@ -70,13 +72,13 @@ def learning(trainer, folder):
 
 KL = {"coef": 0.5, "apply_to": "reward", "target": 1e-4, "horizon": 30, "refresh_every": 2}
 ADAPTIVE = {"kl": KL, "entropy_coef": 0.01, "entropy_target": 4.0, "entropy_step": 0.001}
-UPDATE = {"lr": 3e-3, "num_minibatches": 2, "warmup": 3, "min_lr_ratio": 0.1}
+UPDATE = {"lr": 3e-3, "num_minibatches": 2, "warmup": 3}
 SETTINGS: dict[str, tuple[Callable[[Any, Any], None], dict[str, Any]]] = {
     "plain": (drawing, {"update": UPDATE}),
     "recomputed": (drawing, {"update": {**UPDATE, "old_logprobs": "recompute"}}),
     "kl": (drawing, {"loss": ADAPTIVE, "with_reference": True}),
     "critic": (drawing, {"loss": {"critic": {"lr": 0.01}}, "filter": {"drop_zero_advantage": False}}),
-    "validated": (drawing, {"eval": {"every": 2}}),
+    "validated": (drawing, {"eval": {"every": 2}, "update": {**UPDATE, "min_lr_ratio": 0.1}}),
     "two policies": (drawing, {"policies": {"first": "learner", "second": "rival"}}),
     "one ahead": (drawing, {"loop": {"max_staleness": 1, "deterministic": True}}),
     "two ahead": (drawing, {"loop": {"max_staleness": 2, "deterministic": True}}),
@@ -299,18 +301,67 @@ async def test_a_log_ahead_of_the_checkpoint_loses_its_later_lines(whole, tmp_pa
     assert lines_of(second.config.run_dir) == (await whole("plain"))[0]
 
 
+def packing(trainer, *, killed_at=None, tied=()):
+    """Kill the run when it has sampled the step after ``killed_at``; no row of the steps ``tied`` trains."""
+    pack = trainer.arena.assign_credit_and_pack
+
+    def packed(results):
+        if trainer.progress.step == killed_at:
+            raise KilledError
+        batch = pack(results)
+        return select(batch, []) if trainer.progress.step in tied else batch
+
+    trainer.arena.assign_credit_and_pack = packed
+
+
 async def test_the_rate_falls_with_the_sampled_tokens_of_a_run_that_they_end(make_trainer):
     update = {"lr": 1e-3, "num_minibatches": 2, "min_lr_ratio": 0.1, "schedule": "linear"}
     options = {"steps": 100_000, "max_sampled_tokens": 500, "update": update}
     trainers = [make_trainer(name, **options) for name in ("whole", "parts", "parts")]
-    early(trainers[1])
+    packing(trainers[1], killed_at=2)
     for trainer in trainers:
-        await trainer.run()
+        with pytest.raises(KilledError) if trainer is trainers[1] else nullcontext():
+            await trainer.run()
     lines = lines_of(trainers[0].config.run_dir)
     sampled = [0, *(line["total_sampled_tokens"] for line in lines)]
     expected = [1e-3 * (0.1 + 0.9 * (1 - min(1, so_far / 500))) for so_far in sampled[:-1]]
     assert len(lines) >= 3 and [line["learning_rate"] for line in lines] == pytest.approx(expected)
     assert lines_of(trainers[2].config.run_dir) == lines
+
+
+FALLING = {"lr": 1e-3, "min_lr_ratio": 0.1, "schedule": "linear"}
+PLACES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "a step, an update": ({"update": {**FALLING, "num_minibatches": 1}}, [0, 1, 2, 3, 4, 5]),
+    "epochs and minibatches": ({"update": {**FALLING, "ppo_epochs": 2, "num_minibatches": 2}}, [0, 1, 2, 3, 4, 5]),
+    "asynchronous": ({"update": FALLING, "loop": {"max_staleness": 1}}, [0, 1, 2, 3, 4, 5]),
+    "a policy of some phases": (
+        {
+            "update": FALLING,
+            "phases": [{"train": ["learner"], "steps": 2}, {"train": ["rival"], "steps": 1}],
+            "policies": {"learner": {}, "rival": {}},
+        },
+        [0, 1.5, 3, 4.5],
+    ),
+}
+"""Places of the steps, of six, that a policy trains in: its config, and the steps that its rate belongs to."""
+
+
+@pytest.mark.parametrize("tied", [(), (0, 1, 3)], ids=["all train", "steps are tied"])
+@pytest.mark.parametrize("case", PLACES)
+async def test_the_rate_falls_with_the_steps_of_the_run_whether_they_have_updates_or_not(tmp_path, case, tied):
+    changes, places = PLACES[case]
+    changes = {**changes}
+    named = {"policies": {"first": "learner", "second": "rival"}} if changes.pop("policies", None) else {}
+    for killed_at in (4, None):  # the second one goes on in the folder of the first one
+        trainer = letters_trainer(tmp_path / "run", 6, **named, **changes)
+        packing(trainer, killed_at=killed_at, tied=tied)
+        with nullcontext() if killed_at is None else pytest.raises(KilledError):
+            await trainer.run()
+    lines = lines_of(tmp_path / "run")
+    rates = {line["step"] - 1: line[key] for line in lines for key in line if key.endswith("learning_rate")}
+    trained = [step for step in range(6) if named == {} or step % 3 < 2]
+    expected = {step: 1e-3 * (1 - 0.9 * place / 6) for step, place in zip(trained, places, strict=True)}
+    assert rates == pytest.approx({step: rate for step, rate in expected.items() if step not in tied})
 
 
 async def test_a_run_killed_within_its_trees_goes_on_there(make_trainer):

@@ -2,18 +2,24 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import threading
+from dataclasses import dataclass, field
 
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from turnwise.arena.recording.lossless_json import decode, encode
+from turnwise.arena.recording.recorder import EpisodeRecorder, comparable
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.eval.evaluate import Evaluation
+from turnwise.train.eval.statistics import Estimate
 from turnwise.train.log.run_log import RunLog, read_metrics, token_texts
-from turnwise.types import Actor, GenerateResult, Rollout, Step
+from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Step
 
 
 class Recorder:
@@ -61,6 +67,116 @@ def test_extras_that_json_cannot_hold_do_not_end_a_run(tmp_path):
     line = json.loads((tmp_path / "rollouts.jsonl").read_text())
     assert (line["extras"]["(0, 1)"], line["extras"]["moves"]) == ({"seat": 2}, [1, 2])
     assert "lock" in line["extras"]["lock"] and line["artifact"]["id"] == "solver"
+
+
+@dataclass
+class Unset:
+    value: int = field(init=False)
+
+
+class Untold:
+    def __init__(self, error=KeyError):
+        self.error = error
+
+    def __repr__(self):
+        raise self.error
+
+    __str__ = __repr__
+
+
+class Odd(Untold):
+    """Its hash is fine, and nothing else."""
+
+    @property
+    def shape(self):
+        raise self.error
+
+
+class Scalar:
+    shape = ()
+
+    def item(self):
+        return self
+
+
+def looped():
+    around = {"list": [1]}
+    around["list"] += [around, (around,)]
+    return around
+
+
+def deep(levels=5000):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+VALUES = {
+    "in itself": (looped, {"list": [1, "<dict in itself>", ["<dict in itself>"]]}),
+    "no text": (Untold, "<Untold, whose text raised KeyError>"),
+    "a text that exits": (lambda: Untold(SystemExit), "<Untold, whose text raised SystemExit>"),
+    "a key without text": (lambda: {Odd(): 1}, {"<Odd, whose text raised KeyError>": 1}),
+    "a set without text": (lambda: [{Odd()}], ["<set, whose text raised KeyError>"]),
+    "a field that is unset": (Unset, "<Unset, whose text raised AttributeError>"),
+    "deep": (deep, ...),
+    "long": (lambda: 10**6000, hex(10**6000)),
+    "half a character": (lambda: "\ud83d", "\ud83d"),
+    "a number that is itself": (Scalar, ...),
+}
+PLACES = ("extras", "meta", "artifact", "info", "request", "metrics")
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_no_value_ends_a_run_that_records_it(tmp_path, kind):
+    make, written = VALUES[kind]
+    for place in PLACES:
+        value, folder = make(), tmp_path / place
+        named = {each: {"value": value} if each == place else {} for each in PLACES}
+        step = Step("solver", 0, [], "4", [1], [2], [-0.1], [(1, 0)], "stop", info=named["info"])
+        rollout = Rollout("r0", "x", None, steps=[step], extras=named["extras"], meta=named["meta"])
+        rollout.artifact = named["artifact"]
+        result = GenerateResult(rollout)
+        result.recording = EpisodeRecorder(EpisodeRequest("x", named["request"]), 0, {})
+        RunLog(folder, 1).step(1, {"reward": 1.0, **named["metrics"]}, [result])
+        [row] = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+        found = {**row, "info": row["steps"][0]["info"], "metrics": read_metrics(folder)[0]}
+        assert place == "request" or written in (..., found[place]["value"]), place
+    comparable(make())
+
+
+def test_values_that_contain_themselves_are_recorded_exactly():
+    again = decode(encode(looped()))
+    assert again["list"][1] is again and again["list"][2] == (again,)
+
+
+@pytest.mark.parametrize("text", ["task_options.form [INST]ask[/INST] -> ask", "runs/[wip]lr", ":smile: " + "x" * 300])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_note_is_text(tmp_path, text, terminal):
+    """As it is: not parsed, not replaced, not cut into lines."""
+    out = io.StringIO()
+    with RunLog(tmp_path, 1, console=Console(file=out, width=80, force_terminal=terminal)) as log:
+        log.note(text)
+        log.warn(1, text)
+    plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", out.getvalue())
+    assert f"{text}\n" in plain and f"step 1: {text}\n" in plain
+
+
+def test_the_held_out_result_is_in_a_file_until_its_step_is_undone(tmp_path, capsys):
+    each = Estimate(0.5, 0.25, 0.75, 8, "t")
+    result = Evaluation(0.5, 0.25, math.inf, 8, 0, 99, {}, by_task={"[/b]": each})
+    log = RunLog(tmp_path, 3)
+    log.held_out(2, result)
+    shown = json.loads((tmp_path / "held_out.json").read_text())
+    assert (shown["step"], shown["success"], shown["high"], shown["by_task"]["[/b]"]["low"]) == (2, 0.5, None, 0.25)
+    assert capsys.readouterr().out.splitlines() == [
+        "held-out success 50.0% (8 questions: no 95% interval)",
+        "  [/b]: 50.0% (95% interval 25.0%–75.0%)",
+    ]
+    log.rewind(2)
+    assert (tmp_path / "held_out.json").exists()
+    log.rewind(1)
+    assert not (tmp_path / "held_out.json").exists()
 
 
 def test_rewind_drops_later_and_broken_lines(tmp_path):

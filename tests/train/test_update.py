@@ -209,7 +209,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_others_count(random_bat
     policy = Policy("default", model, update, total_steps=9)
     rng = np.random.default_rng(0)
     metrics = update_policy(policy, poisoned(random_batch(0, rows=12), 5), update, LossConfig(), rng)
-    assert (metrics["updates"], metrics["skipped_updates"], policy.updates, policy.schedule.last_epoch) == (2, 1, 2, 2)
+    assert (metrics["updates"], metrics["skipped_updates"], policy.updates) == (2, 1, 2)
     assert all(np.isfinite(value) for value in metrics.values()), metrics
     assert all(tensor.isfinite().all() for _, tensor in policy.weights())
     assert all(parameter.grad is None for parameter in policy.model.parameters())

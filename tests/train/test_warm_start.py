@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import importlib
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from turnwise.train.checkpoint.warm_start import WarmStartSaver
 from turnwise.train.config.policies import WarmStartConfig
 from turnwise.train.update.sft import Demonstration, constant_credit, default_lr, warm_start
 
@@ -131,3 +133,47 @@ def test_the_default_rate_fits_the_size_of_the_model(small_model):
         for lr in (None, 2e-3, 2e-5)
     }
     assert losses[None] == losses[2e-3] != losses[2e-5]
+
+
+@pytest.mark.parametrize("stopped", [1, 4, 9, 10, 15])
+@pytest.mark.parametrize("keys", [{}, {"patience": 50, "check_every": 3}, {"shuffle": False, "target_loss": 0.0}])
+def test_a_saved_warm_start_goes_on_with_the_same_bits(small_model, tmp_path, stopped, keys):
+    rows = [Demonstration([1, 10 + i % 170], [20 + i % 7, 40 + i % 11, 2]) for i in range(200)]
+    config = WarmStartConfig(steps=15, batch_size=9, lr=3e-3, **keys)
+
+    start = small_model()[0]
+
+    def run(saver, **kwargs):
+        model, checks = copy.deepcopy(start), []
+        done = warm_start(model, rows, config, seed=3, saver=saver, on_check=checks.append, **kwargs)
+        return model.state_dict(), checks, done
+
+    whole, checks, done = run(None)
+    steps = []
+    saver = WarmStartSaver(tmp_path, "key", 0, lambda: 15 if len(steps) == stopped else None)
+    if stopped < 15:
+        with pytest.raises(SystemExit) as ended:
+            run(saver, on_step=lambda step, loss: steps.append(step))
+        assert ended.value.code == 128 + 15
+    else:
+        run(WarmStartSaver(tmp_path, "key", 0))
+    notes = []
+    again, seen, after = run(
+        WarmStartSaver(tmp_path, "key", 0, note=notes.append), on_step=lambda s, v: steps.append(s)
+    )
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert (seen, after) == (checks, done)
+    assert steps == list(range(1, 16)) if stopped < 15 else steps == [], "each step is made once"
+    assert f"goes on from its step {stopped}" in notes[0]
+    # Of other settings or rows it begins again, and says so.
+    notes.clear()
+    assert run(WarmStartSaver(tmp_path, "other", 0, note=notes.append))[1] == checks
+    assert "other settings or rows, so the warm start begins again" in notes[0]
+
+
+def test_a_warm_start_is_saved_by_the_clock(small_model, tmp_path):
+    saved = []
+    saver = WarmStartSaver(tmp_path, "key", 1e-9)
+    saver.save = lambda policy, step, state, tensors: saved.append(step)
+    warm_start(small_model()[0], ROWS, WarmStartConfig(steps=3, batch_size=8), seed=0, saver=saver)
+    assert saved == [1, 2, 3, 3]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -91,6 +93,14 @@ def test_tensorboard_shows_each_step_once(tmp_path):
     assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
 
 
+def test_tensorboard_gets_numbers_of_any_kind_and_ends_no_run_for_others(tmp_path):
+    writer = TensorBoard(tmp_path)
+    with pytest.warns(UserWarning, match="metric 'text' is no number"):
+        writer.log(1, {"a": np.float32(0.5), "b": True, "text": "none", "nothing": None})
+    writer.close()
+    assert scalars(tmp_path, "a") == [(1, 0.5)] and scalars(tmp_path, "b") == [(1, 1.0)]
+
+
 # ---- Weights & Biases -----------------------------------------------------------------------------------------------
 SESSION = """
 import sys
@@ -164,6 +174,137 @@ def test_wandb_run_that_is_opened_before_the_records_are_rewound(tmp_path, monke
     second.rewind(-1)
     second.log(1, {})
     assert len(set(begun)) == 2 and len(ended) == 2 and logged[-1] == (2, 1), "one that begins again is another run"
+
+
+class FakeRun:
+    """Keeps the rows that W&B would: it merges what comes for its newest row, and ignores what comes for older ones."""
+
+    def __init__(self, rows, resumed):
+        self.rows, self.axis = rows, None
+        self.starting_step = max(rows, default=-1) + 1 if resumed else 0
+        self.newest = self.starting_step - 1
+
+    def log(self, metrics, step):
+        if step > self.newest:
+            self.newest, self.rows[step] = step, {}
+        if step == self.newest >= self.starting_step:
+            self.rows[step] |= metrics
+
+    def define_metric(self, name, step_metric):
+        self.axis = (name, step_metric)
+
+    def finish(self):
+        pass
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch):
+    """All that was asked of W&B, and its rows by run."""
+    import wandb
+
+    asked, rows = [], {}
+
+    def init(**settings):
+        asked.append(settings)
+        return FakeRun(rows.setdefault(settings["id"], {}), settings["resume"])
+
+    monkeypatch.setattr(wandb, "init", init)
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    return asked, rows
+
+
+def by_step(rows):
+    """All metrics of each step, and the number of times that each was sent."""
+    found = {}
+    for row in rows.values():
+        step = found.setdefault(row["step"], {})
+        assert not (step.keys() & row.keys()) - {"step"}, "a metric arrived twice"
+        step |= row
+    return {step: {name: value for name, value in row.items() if name != "step"} for step, row in found.items()}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [("log", 0, "a"), ("add", 0, "b"), ("add", 0, "c"), ("log", 1, "a"), ("add", 1, "b")],
+        [("add", 0, "a"), ("add", 0, "b"), ("log", 1, "a")],
+        [("log", 1, "a"), "resume", ("add", 1, "b"), ("log", 2, "a"), ("add", 2, "b"), ("log", 3, "a")],
+        [("log", 1, "a"), "resume", ("add", 1, "b"), ("add", 1, "c"), ("log", 2, "b"), "resume", ("log", 3, "a")],
+        [("log", 1, "a"), ("log", 2, "a"), "resume", ("add", 1, "b"), ("log", 3, "b"), "resume", ("add", 3, "c")],
+        [("add", 0, "a"), "resume", ("add", 0, "b"), ("log", 1, "a"), ("log", 2, "a"), "resume", ("log", 3, "a")],
+    ],
+)
+def test_wandb_gets_each_metric_once_whenever_it_is_known(tmp_path, wandb_runs, calls):
+    writer, expected = WandB(tmp_path, "sudoku"), {}
+    writer.open()
+    for index, call in enumerate(calls):
+        if call == "resume":
+            writer.close()
+            writer = WandB(tmp_path, "sudoku")
+            continue
+        how, step, name = call
+        getattr(writer, how)(step, {name: index})
+        expected.setdefault(step, {})[name] = index
+    [rows] = wandb_runs[1].values()
+    assert by_step(rows) == expected
+
+
+@pytest.mark.parametrize("moved", ["copied", "copied back", "moved", "moved to another disk and back"])
+def test_a_copy_of_a_run_folder_is_another_run(tmp_path, wandb_runs, moved):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    writer = WandB(first, "sudoku")
+    writer.log(1, {"a": 1})
+    writer.close()
+    here, same = second, True
+    if moved.startswith("copied"):
+        shutil.copytree(first, second)
+        same = False
+        if moved == "copied back":  # as a backup is restored
+            shutil.rmtree(first)
+            shutil.copytree(second, first)
+            here, same = first, True
+    elif moved == "moved":
+        first.rename(second)
+    else:
+        here, kept = first, (first / "wandb.json").read_text()
+        shutil.rmtree(first)
+        first.mkdir()
+        (first / "wandb.json").write_text(kept)
+    again = WandB(here, "sudoku")
+    with contextlib.nullcontext() if same else pytest.warns(UserWarning, match="second is a copy of .*first"):
+        again.log(2, {"a": 2})
+    asked, rows = wandb_runs
+    assert (asked[0]["id"] == asked[1]["id"]) == same
+    assert [[row["a"] for row in of.values()] for of in rows.values()] == ([[1, 2]] if same else [[1], [2]])
+    again.close()
+    WandB(here, "sudoku").open()
+    assert asked[2]["id"] == asked[1]["id"], "the copy goes on with its own"
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode", "expected"),
+    [
+        ({}, None, {"mode": None, "resume": "allow", "name": "run"}),
+        ({"WANDB_MODE": "offline"}, None, {"mode": "offline", "resume": None}),
+        ({"WANDB_MODE": "disabled"}, None, {"mode": "disabled", "resume": None}),
+        ({"WANDB_MODE": "online"}, None, {"mode": "online", "resume": "allow"}),
+        ({"WANDB_MODE": "disabled"}, "offline", {"mode": "offline", "resume": None}),
+        ({"WANDB_RUN_ID": "mine"}, None, {"id": "mine"}),
+        ({"WANDB_NAME": "mine", "WANDB_DIR": "/tmp"}, None, {"name": ..., "dir": ...}),
+    ],
+)
+def test_wandb_obeys_its_environment(tmp_path, monkeypatch, wandb_runs, environment, mode, expected):
+    """What the config names comes first, the environment next, and turnwise's defaults last."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    log = {"wandb": "sudoku"} | ({"wandb_mode": mode} if mode else {})
+    _, writer = open_writers(TrainConfig(run_dir=tmp_path / "run", log=log))
+    (tmp_path / "run").mkdir()
+    writer.open()
+    [asked] = wandb_runs[0]
+    assert {name: asked.get(name, ...) for name in expected} == expected
 
 
 @pytest.mark.slow

@@ -374,7 +374,7 @@ bool check_rare_key(StateObject* state, PyObject* key) {
         Py_LeaveRecursiveCall();
         return good;
     }
-    PyObject* policy = policy_of(state, key);
+    PyObject* policy = policy_of_type(state, Py_TYPE(key));
     if (!policy) return false;
     if (policy != Py_None && Policy::of(policy).mode == Policy::Share) return true;
     if (PyObject* name = type_name(key)) {
@@ -420,7 +420,7 @@ bool take_in_other(StateObject* state, PyObject* object, Value& value, bool& lat
 
 bool settle(StateObject* state) {
     if (state->pending.empty()) return true;
-    if (state->locked) return !reject_writing(state);
+    if (!wait_for_others(state) || (state->locked && reject_writing(state))) return false;
     Lock lock(state);
     Adoption adoption(state, Adoption::Opaque::Live);
     std::vector<Patch> patches;

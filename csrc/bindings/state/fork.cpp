@@ -65,21 +65,22 @@ bool copy_linked(StateObject* state, const std::vector<Live>& linked, StateObjec
 bool fork_states(StateObject* state, StateObject** children, size_t count) {
     return guarded(false, [&] {
         std::vector<Live> live, linked;
-        if (!settle(state)) return false;
+        if (!wait_for_others(state) || !settle(state)) return false;
         if (state->store->checks_shared) {
             PyObject* done = PyObject_CallMethod(reinterpret_cast<PyObject*>(state->store), "_check_shared", "O",
                                                  reinterpret_cast<PyObject*>(state));
             if (!done) return false;
             Py_DECREF(done);
-            if (!check_alive(state)) return false;
+            if (!wait_for_others(state)) return false;
         }
+        if (!check_alive(state)) return false;
+        Lock lock(state);
         drop_resting(state);
         // An unreachable object may be one that cannot be copied, so free such objects first.
         if (!state->frozen && (state->heap.wants_collection() || holds_linked(state))) collect(state);
         if (!state->pending.empty()) {
             // Put snapshots in the place of live objects, for the children. The live objects stay with this state.
             std::vector<Node*> snapshots;
-            Lock lock(state);
             bool good = true;
             for (SlotIndex slot : state->pending) {
                 auto* node = static_cast<OpaqueNode*>(state->heap.at(slot));
@@ -121,7 +122,6 @@ bool fork_states(StateObject* state, StateObject** children, size_t count) {
             state->heap.replace(each.slot, each.node);
         }
         // Copy linked objects for each child; on failure drop all children.
-        Lock lock(state);
         for (size_t i = 0; good && i < count; ++i) good = copy_linked(state, linked, children[i]);
         for (size_t i = 0; !good && i < count; ++i) Py_CLEAR(children[i]);
         return good;

@@ -1,6 +1,9 @@
 // The objects behind turnwise.state: States, reference counts of leaves, allocation of blocks, and the map of proxies.
 #include "bindings/state/objects.h"
 
+#include <chrono>
+#include <thread>
+
 namespace turnwise::state {
 
 Types types;
@@ -129,8 +132,31 @@ bool check_alive(StateObject* state) {
     return !state->pruned;
 }
 
+bool wait_for_others(StateObject* state) {
+    constexpr auto kPause = std::chrono::microseconds(50);
+    constexpr auto kPatience = std::chrono::seconds(60);
+    if (!state->locked || state->locked == PyThread_get_thread_ident()) return true;
+    const auto begun = std::chrono::steady_clock::now();
+    while (state->locked) {
+        // The other thread needs the GIL to go on.
+        Py_BEGIN_ALLOW_THREADS;
+        std::this_thread::sleep_for(kPause);
+        Py_END_ALLOW_THREADS;
+        if (PyErr_CheckSignals() < 0) return false;
+        if (state->locked && std::chrono::steady_clock::now() - begun > kPatience) {
+            PyErr_SetString(types.error, "another thread has copied an object of this State for a minute");
+            return false;
+        }
+    }
+    return true;
+}
+
 bool reject_writing(StateObject* state) {
-    if (state->locked) {
+    const uint32_t writes = state->writes;
+    if (!wait_for_others(state)) return true;
+    if (state->writes != writes) {
+        PyErr_SetString(types.error, "two threads write to this State: only one may");
+    } else if (state->locked) {
         PyErr_SetString(types.error,
                         "this State is being forked: a copy function of one of its objects tried to use it");
     } else if (state->frozen) {

@@ -71,7 +71,7 @@ struct StateObject {
     bool pruned;                       // its version was freed; use raises PrunedError
     uint32_t writes;                   // calls of `write`; pointers into chunks are valid until the next call
     uint32_t resting;                  // number of its resting proxies
-    bool locked;                       // its objects are being copied; Python code that runs must not change it
+    unsigned long locked;              // the thread that is copying its objects and alone may use them; 0: none
     Heap heap;                         // the version's containers
     ProxyMap proxies;                  // its living and resting proxies, by slot
     // Owned nodes that hold plain containers not yet taken over, and live opaque objects.
@@ -112,11 +112,14 @@ struct Operation {
     static inline bool waiting = false;  // there are objects to destroy
 };
 
-// Locks a State while Python code copies its objects, which must not change it.
+// Locks a State while Python code copies its objects. This code must not change it, and other threads wait.
 struct Lock {
-    explicit Lock(StateObject* state) : state(state) { state->locked = true; }
-    ~Lock() { state->locked = false; }
-    StateObject* state;  // the locked State
+    explicit Lock(StateObject* state) : state(state), before(state->locked) {
+        state->locked = PyThread_get_thread_ident();
+    }
+    ~Lock() { state->locked = before; }
+    StateObject* state;    // the locked State
+    unsigned long before;  // what its `locked` was
 };
 
 inline StateObject* state_of(PyObject* object) noexcept {
@@ -130,7 +133,9 @@ inline Proxy* proxy_of(PyObject* object) noexcept {
 StateObject* new_state(StoreObject* store);
 // False with PrunedError set for a State that was pruned.
 bool check_alive(StateObject* state);
-// True with an error set if `state` is frozen or locked.
+// Waits while another thread copies objects of `state`. False with an error set after a minute or a signal.
+bool wait_for_others(StateObject* state);
+// True with an error set if `state` is frozen, locked by this thread, or written to by another one during the wait.
 bool reject_writing(StateObject* state);
 // Notes that the next `settle` must look at the node in `slot`.
 void note_pending(StateObject* state, SlotIndex slot, Node* node);

@@ -6,7 +6,8 @@
 namespace turnwise::state {
 
 // A Store's rule for a type: a tuple (mode, copy, private).
-//   share:  all versions share the object, a leaf; the State calls `copy(object)`, if not None, when the object enters
+//   share:  all versions share the object, a leaf; the State calls `copy(object)`, if not None, when the object enters;
+//           with `private`, a frozenset whose items may change has the policy of a set instead
 //   copy:   forks call `copy(object)`; if `private`, each version that reads the object gets its own copy, else it gets
 //           the snapshot itself, which must then be read-only
 //   freeze: the State keeps `copy(object)` as a leaf from the start
@@ -22,7 +23,9 @@ struct Policy {
     static Policy of(PyObject* tuple);
 };
 
-// The policy tuple of an object's type, borrowed; None if there is none; null with an error set.
+// The policy tuple of a type, borrowed; None if there is none; null with an error set.
+PyObject* policy_of_type(StateObject* state, PyTypeObject* type);
+// The same for an object: that of its type, or of a set for a frozenset whose items may change.
 PyObject* policy_of(StateObject* state, PyObject* object);
 
 }  // namespace turnwise::state

@@ -148,7 +148,14 @@ namespace {
 // The object of an opaque node: the live object of this version, or the snapshot if its policy hands that out, or a
 // copy of the snapshot. The copy becomes this version's live object unless the State is a commit.
 PyObject* open_opaque(StateObject* state, SlotIndex slot) {
-    auto* node = static_cast<OpaqueNode*>(state->heap.at(slot));
+    // Another thread may be copying this very object, or forking the State. It may change the node meanwhile.
+    if (!state->frozen && !wait_for_others(state)) return nullptr;
+    if (!check_alive(state)) return nullptr;
+    Node* found = state->heap.at(slot);
+    if (!found || found->kind != Kind::Opaque) {
+        return PyErr_Format(types.error, "another thread removed the object while this one read it");
+    }
+    auto* node = static_cast<OpaqueNode*>(found);
     PyObject* object = object_of(node->object);
     const Policy policy = Policy::of(object_of(node->policy));
     Py_INCREF(object);

@@ -48,7 +48,9 @@ NodeType* write(Proxy* proxy) {
     StateObject* state = proxy->state;
     Node* node = node_of(proxy);
     if (!node) return nullptr;
-    if ((state->frozen || state->locked) && reject_writing(state)) return nullptr;
+    if (state->frozen || state->locked) {
+        if (reject_writing(state) || !(node = node_of(proxy))) return nullptr;
+    }
     ++state->writes;
     if (!state->heap.owns(node)) {
         node = state->heap.own<NodeType>(proxy->slot);

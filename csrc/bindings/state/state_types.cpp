@@ -156,6 +156,7 @@ PyObject* state_rollback(PyObject* object, PyObject* const* args, Py_ssize_t cou
     drop_resting(self);
     StateObject* copy = nullptr;  // forking settles the version and takes snapshots of its live objects
     if (!fork_states(version, &copy, 1)) return nullptr;
+    ++self->writes;
     self->heap.restore(copy->heap);
     self->pending.clear();
     Py_DECREF(reinterpret_cast<PyObject*>(copy));

@@ -36,7 +36,10 @@ PyObject* rooted_at(PyObject* object, PyObject* facade) {
 PyObject* take_over_objects(PyObject* object, PyObject* objects) {
     Operation operation;
     StateObject* self = state_of(object);
-    if (!check_alive(self) || ((self->frozen || self->locked) && reject_writing(self))) return nullptr;
+    if (!check_alive(self)) return nullptr;
+    // No wait: the caller has a lock of its own, and can use another State.
+    if (self->locked) return PyErr_Format(types.error, "this State is being forked");
+    if (self->frozen && reject_writing(self)) return nullptr;
     if (!PyList_CheckExact(objects)) return PyErr_Format(PyExc_TypeError, "objects=%R: expected a list", objects);
     return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
         std::vector<Value> values;

@@ -35,6 +35,7 @@ from turnwise.arena.stores.contents import attempts_of, mean_reward, record_atte
 from turnwise.chat.grammar import GrammarError, allowed_tokens
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples, mark_observations, mixed_prompts
+from turnwise.samples.filters import count_without_advantage
 from turnwise.types import (
     ClientCapabilities,
     EpisodeRequest,
@@ -222,7 +223,7 @@ class Arena(ArenaSetup):
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
         samples, drops = rows.training_samples(results, filters, self._zero_causes, self._constrain)
-        metrics = rows.describe(results) | self._group_metrics
+        metrics = rows.describe(results) | self._group_metrics | count_without_advantage(samples, self._zero_causes)
         if self.marks_observations:
             metrics |= mark_observations(results, samples)
         if self.filters.dynamic_sampling_rounds:

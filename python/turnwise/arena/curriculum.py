@@ -68,7 +68,9 @@ class Curriculum:
         ahead: int = 0,
         seed: int = 0,
     ) -> None:
-        self.questions = {f"{derive_seed(request.episode_type, request.group_id):016x}": request for request in pool}
+        named = {f"{derive_seed(request.episode_type, request.group_id):016x}": request for request in pool}
+        self.questions = dict(sorted(named.items()))  # so that the pool's order changes no draw
+        self._artifacts = [Artifact(id, request) for id, request in self.questions.items()]
         if not pool or len(self.questions) < len(pool):
             raise ValueError(f"pool: {len(self.questions)} of its {len(pool)} questions differ: expected all, and one")
         self.metric, self.rule, self.window, self.gate = metric, Learnability(uniform), window, gate
@@ -108,10 +110,12 @@ class Curriculum:
 
     def weighted(self, rates: SolveRates) -> WeightedPool:
         """Return the questions of the admitted levels with their weights."""
-        admitted = self.levels if self.gate is None else self.levels[: rates.admitted]
-        ids = [id for id, level in self.level_of.items() if level in admitted]
-        artifacts = [Artifact(id, self.questions[id]) for id in ids]
-        stats = [rates.questions.get(id) or rates.levels.get(self.level_of[id], UNKNOWN) for id in ids]
+        artifacts, level_of, known = self._artifacts, self.level_of, rates.questions
+        if self.gate is not None:
+            admitted = set(self.levels[: rates.admitted])
+            artifacts = [artifact for artifact in artifacts if level_of[artifact.id] in admitted]
+        by_level = {level: rates.levels.get(level, UNKNOWN) for level in self.levels}
+        stats = [known.get(artifact.id) or by_level[level_of[artifact.id]] for artifact in artifacts]
         return WeightedPool(artifacts, stats, 0, self.rule)
 
     def rates_for(self, batch: int) -> SolveRates:

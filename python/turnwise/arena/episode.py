@@ -25,7 +25,7 @@ from turnwise.arena.runtime.context import EpisodeContext, current_context, make
 from turnwise.arena.runtime.model_call import chat_of, to_messages
 from turnwise.arena.runtime.tool_rounds import call_with_tools
 from turnwise.arena.runtime.user_code import hook
-from turnwise.arena.runtime.watch import watched
+from turnwise.arena.runtime.watch import warn_once, watched
 from turnwise.arena.stores.store import ArtifactStore
 from turnwise.samples.pack import SHORTENED
 from turnwise.types import (
@@ -47,8 +47,9 @@ class Episode(ABC):
 
     Set ``episode_type`` and ``rubric`` (class attributes or properties) and write ``rollout``. Every hook may be
     ``def`` or ``async def``. One object serves many concurrent rollouts, so keep everything that changes in
-    ``state.data``. That is a copy-on-write State: its dicts and lists behave like ordinary ones, and
-    ``turnwise.state.to_python`` makes plain copies. Draw random numbers from ``self.rng``, seeded per episode.
+    ``state.data``; an attribute of the object that a hook sets is warned of. ``data`` is a copy-on-write State: its
+    dicts and lists behave like ordinary ones, and ``turnwise.state.to_python`` makes plain copies. ``artifact`` is a
+    copy of the request's, for this attempt or branch alone. Draw random numbers from ``self.rng``, seeded per episode.
 
     Example::
 
@@ -86,6 +87,17 @@ class Episode(ABC):
 
     samples_under_grammars: bool = False
     """It needs a client that samples under grammars (:class:`~turnwise.types.ClientCapabilities`)."""
+    _has_played: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._has_played and current_context() is not None:
+            kind = type(self).__name__
+            warn_once(
+                ("set on episode", kind, name),
+                f"a hook set {kind}.{name}, which all running episodes of this object share: keep what changes in "
+                "state.data, and what is computed once in a functools.cached_property",
+            )
+        super().__setattr__(name, value)
 
     @abstractmethod
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
@@ -169,7 +181,7 @@ class Episode(ABC):
         context = require_context()
 
         def run_tool(name: str, arguments: dict[str, Any]) -> Any:
-            return self.run_tool(name, arguments, context.state, arena, context.rollout.artifact)
+            return self.run_tool(name, arguments, context.state, arena, context.state.artifact)
 
         ask, begun = partial(arena.call_model, **options), len(context.state.trajectory)
         try:
@@ -188,7 +200,7 @@ class Episode(ABC):
             raise error
         messages = to_messages(prompt, None)
         shorter: str | Messages | None = await hook(
-            self.on_context, context.state, arena, context.rollout.artifact, messages
+            self.on_context, context.state, arena, context.state.artifact, messages
         )
         if shorter is None:
             raise error
@@ -224,9 +236,10 @@ class Episode(ABC):
         """Run once: ``rollout``, then ``get_extras``, then the rubric. The arena calls this, once per request."""
         context = require_context()
         rollout = context.rollout
+        vars(self)["_has_played"] = True
         make_forkable(context.state)
         try:
-            playing = self.rollout(arena, rollout.artifact, context.state)
+            playing = self.rollout(arena, context.state.artifact, context.state)
             is_ours = type(self).rollout.__module__.startswith("turnwise.")
             state = await (playing if is_ours else watched(playing, self.rollout))
         except InvalidActionError as error:
@@ -239,6 +252,8 @@ class Episode(ABC):
         if not isinstance(state, EpisodeState):
             raise TypeError(f"{type(self).__name__}.rollout returned {state!r}, expected the EpisodeState")
         context.state = state
+        if state.artifact is not None:
+            rollout.artifact = state.artifact
 
         # Score the final state, or each end if a tree has several.
         rollout.steps = [step for step in context.steps if step is not None]

@@ -13,11 +13,12 @@ from typing import Any
 
 from turnwise.arena.recording.recorder import EpisodeRecorder
 from turnwise.arena.runtime.context import Beam, EpisodeContext
+from turnwise.arena.runtime.watch import warn_once
 from turnwise.types import EpisodeState
-from turnwise.utils.copies import dumps
+from turnwise.utils.copies import dumps, own_copy
 from turnwise.utils.files import parse_json_line
 
-FORMAT = 6
+FORMAT = 7
 MANIFEST = "manifest.jsonl"
 """One line per file, written before the file: its name and SHA-256. No other content is ever unpickled."""
 _KEPT = (
@@ -54,7 +55,9 @@ class EpisodeCheckpoints:
         """Save ``state`` and the records of ``context``. Raises ``TypeError`` for data that can't be pickled."""
         saved = {name: getattr(context, name) for name in _KEPT}
         rollout = context.rollout
-        saved["beams"] = [_beam_to_save(beam, context) for beam in context.beams]
+        original = _pickled_artifact(context, context.original)
+        saved["beams"] = [_beam_to_save(beam, context, original) for beam in context.beams]
+        state = _state_to_save(context, state, original)
         saved |= {"state": state, "metrics": rollout.metrics, "meta": rollout.meta, "key": _key_of(context)}
         if isinstance(context.recorder, EpisodeRecorder):
             saved["recording"] = context.recorder.events_below(context.record_key)
@@ -95,7 +98,7 @@ class EpisodeCheckpoints:
         for name in _KEPT:
             setattr(context, name, saved[name])
         context.rollout.metrics, context.rollout.meta = saved["metrics"], saved["meta"]
-        context.state = saved["state"]
+        context.state = _saved_state(saved["state"], context)
         context.beams = [_saved_beam(kept, context) for kept in saved["beams"]]
         if isinstance(context.recorder, EpisodeRecorder) and "recording" in saved:
             context.recorder.restore(*saved["recording"])
@@ -139,14 +142,44 @@ def _write(path: Path, content: bytes, mode: str) -> None:
         os.fsync(file.fileno())
 
 
-def _beam_to_save(beam: Beam, context: EpisodeContext) -> dict[str, Any]:
+def _pickled_artifact(context: EpisodeContext, artifact: Any) -> bytes | None:
+    """Return the pickle of ``artifact``; ``None``, with a warning, if there is none."""
+    try:
+        return dumps(artifact)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        kind = context.rollout.episode_type
+        warn_once(
+            ("unsaved artifact", kind),
+            f"the artifact of {kind!r} can't be saved on the way, so a resumed episode begins with the original, "
+            f"without what it changed: {error}",
+        )
+        return None
+
+
+def _state_to_save(context: EpisodeContext, state: EpisodeState, original: bytes | None) -> EpisodeState:
+    """Return ``state``, without the artifact if that is still the original or can't be saved."""
+    pickled = None if original is None else _pickled_artifact(context, state.artifact)
+    return replace(state, artifact=None) if pickled in (None, original) else state
+
+
+def _saved_state(state: EpisodeState, context: EpisodeContext) -> EpisodeState:
+    if state.artifact is None:
+        state.artifact = own_copy(context.original)
+    return state
+
+
+def _beam_to_save(beam: Beam, context: EpisodeContext, original: bytes | None) -> dict[str, Any]:
     """Return the fields of ``beam``, without the data that it shares with the episode's own ``context``."""
     own = None if beam.context is context else {name: getattr(beam.context, name) for name in _KEPT_OF_BEAM}
+    if own is not None:
+        own["state"] = _state_to_save(context, own["state"], original)
     return {field.name: getattr(beam, field.name) for field in fields(Beam)} | {"context": own}
 
 
 def _saved_beam(kept: dict[str, Any], context: EpisodeContext) -> Beam:
     own = kept["context"]
+    if own is not None:
+        own["state"] = _saved_state(own["state"], context)
     return Beam(**{**kept, "context": context if own is None else replace(context, beams=[], **own)})
 
 

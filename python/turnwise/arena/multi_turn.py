@@ -218,6 +218,7 @@ class MultiTurnEpisode(Episode, ABC):
         checkpoints = None if arena.is_evaluation else arena.episode_checkpoints
         left = checkpoints.load(context) if checkpoints is not None else None
         if left is None:
+            state.artifact = artifact
             await hook(self.setup, state, arena, artifact)
         else:
             state = left
@@ -227,7 +228,7 @@ class MultiTurnEpisode(Episode, ABC):
             state.current_actor = _actor_id(await hook(self.get_initial_actor), where)
         if self.sampler is not None and not arena.is_evaluation:
             del state, left  # the tree search frees data of losing branches, so hold no reference to it here
-            search = TreeSearch(self, self.sampler, arena, artifact, context)
+            search = TreeSearch(self, self.sampler, arena, context)
             try:
                 while search.is_running:
                     await search.expand_once()
@@ -242,10 +243,10 @@ class MultiTurnEpisode(Episode, ABC):
 
         # Without a tree: one action after another, saved after each.
         while not state.done:
-            messages = await hook(self.build_messages, state, arena, artifact)
+            messages = await hook(self.build_messages, state, arena, state.artifact)
             if messages is not None:
-                await self.take_action(state, messages, arena, artifact)
-            ended = await self.pass_on(state, arena, artifact, skipped=messages is None)
+                await self.take_action(state, messages, arena, state.artifact)
+            ended = await self.pass_on(state, arena, state.artifact, skipped=messages is None)
             if ended:
                 context.rollout.meta["ended"] = ended
             if checkpoints is not None:

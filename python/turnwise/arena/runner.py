@@ -12,14 +12,16 @@ from typing import Any
 from turnwise.arena.recording.recorder import EpisodeRecorder
 from turnwise.arena.rewards.inherit import fail_children
 from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel
-from turnwise.arena.runtime.context import EpisodeContext, Recorder, use_context
+from turnwise.arena.runtime.context import EpisodeContext, Recorder, own_artifact, use_context
 from turnwise.arena.runtime.hashing import LazyRandom, content_key, derive_seed, detach_from_state
 from turnwise.arena.runtime.privacy import check_episode_end
 from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
 from turnwise.arena.runtime.recording_hooks import recorded_timeout
 from turnwise.arena.runtime.user_code import close_episode, in_own_task, own_cancellation_contained
+from turnwise.arena.runtime.watch import count_without_calls
 from turnwise.types import ContextLengthError, EpisodeRequest, EpisodeState, GenerateResult, ModelError, Rollout
 from turnwise.types.protocols import ArenaRuntime
+from turnwise.utils.copies import own_copy
 from turnwise.utils.signals import contained
 
 
@@ -68,8 +70,11 @@ def create_context(
         seen[request.episode_type, group_id, request.seed] += 1
         seed = derive_seed(arena.seed, "request", request.seed, copy_number)
     policies = {**(parent.policies if parent else {}), **request.policies}
-    rollout = Rollout(rollout_id, request.episode_type, detach_from_state(request.artifact), seed=seed)
-    rollout.meta = {**request.meta, "policy_versions": _policy_versions(arena, request, parent)}
+    artifact = detach_from_state(request.artifact)
+    if parent is not None:  # the parent may change its object afterwards
+        artifact = own_copy(artifact)
+    rollout = Rollout(rollout_id, request.episode_type, artifact, seed=seed)
+    rollout.meta = {**own_copy(request.meta), "policy_versions": _policy_versions(arena, request, parent)}
     rollout.meta |= {"policies": policies} if policies else {}
 
     # A nested episode shares the recorder, the batch and the deadline of its parent.
@@ -150,11 +155,13 @@ async def run_episode(
     episode, what = arena.episodes[request.episode_type], f"episode {request.episode_type!r}"
     while True:
         try:
-            with use_context(context):
+            with use_context(context), own_artifact(context):
                 async with own_cancellation_contained(what), recorded_timeout(context, context.deadline):
                     with contained(what):
                         playing = episode.generate(arena)
                         result = await (playing if context.deadline is None else in_own_task(playing, what))
+                has_parts = bool(result.children or context.continuations)
+                count_without_calls(result.rollout, has_parts, arena.is_evaluation)
             # Checks that fail here fail the attempt, except a leak, which stops the batch.
             following = _create_continuations(arena, context)
             if arena.check_private:

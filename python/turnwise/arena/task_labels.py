@@ -32,13 +32,17 @@ class TaskLabels:
     def label(self, results: Sequence[GenerateResult]) -> None:
         """Add the success of its own task to the metrics of each top rollout, and its other metrics under its task.
 
-        The gateway's counts have no second name.
+        The counts of the gateway and of tools have no second name.
         """
         for rollout in (result.rollout for result in results):
             task = str(rollout.meta.get(TASK))
             if task not in self.metrics or rollout.error is not None or f"{task}/{SUCCESS}" in rollout.metrics:
                 continue
-            own = {name: value for name, value in rollout.metrics.items() if not name.startswith("gateway/")}
+            own = {
+                name: value
+                for name, value in rollout.metrics.items()
+                if not name.startswith(("gateway/", "tool_calls/"))
+            }
             own |= {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
             if self.metrics[task] in rollout.metrics:
                 own[SUCCESS] = rollout.metrics[SUCCESS] = rollout.metrics[self.metrics[task]]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import dropwhile, takewhile
 from typing import Any
 
-from turnwise.chat.messages import ChatError, Tool, results_in_order, tool_names, well_formed_texts
+from turnwise.chat.calls.reading import HERMES_TEXT
+from turnwise.chat.messages import ChatError, Tool, results_in_order
 from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
 from turnwise.chat.thoughts import MARKS as THOUGHT_MARKS
 from turnwise.chat.thoughts import THINK, Pairs, find_thoughts, marks_of, opens_thought
 from turnwise.chat.tokenizers import TokenBytes, ends_of
-from turnwise.types import OK, Message, Messages, ParsedCompletion, ToolCall
+from turnwise.types import Message, Messages, ParsedCompletion
 
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 CHANNEL_TOKENS = ("<|channel>", "<|channel|>", "<|message|>")
@@ -27,8 +24,6 @@ LONGEST_MARK = 64
 """Tokens at the end of a prompt that may hold a mark of reasoning."""
 MAX_TOOL_SETS = 64
 """Lists of tools whose renderings a format keeps."""
-MAX_DEPTH = 64
-"""Levels of lists and objects in a call's arguments. Deeper ones would exceed Python's stack elsewhere."""
 
 
 class ChatFormat(ChatEncoder):
@@ -263,13 +258,14 @@ class ChatFormat(ChatEncoder):
             text,
             begun=self.opens_thought(prompt),
             ended=ended,
-            calls=(CALL_MARKS,) if tools else (),
+            calls=HERMES_TEXT if tools else None,
             marks=self.thought_marks,
         )
         answer = found.answer(text)
         if found.is_open or not tools:
             return ParsedCompletion(answer, found.thought, (), found.is_open, ended and not found.is_open)
-        return replace(read_calls(answer, tools), thought=found.thought, finished=ended)
+        content, read = HERMES_TEXT.read(answer, tools)
+        return ParsedCompletion(content, found.thought, read, finished=ended, written=answer if read else None)
 
     @cached_property
     def hidden_marks(self) -> frozenset[int]:
@@ -338,60 +334,3 @@ class ChatRenderer(ChatFormat):
     """
 
     guards_marks = False
-
-
-_CALL = re.compile(r"\s*<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-
-
-def read_calls(text: str, tools: Sequence[Tool]) -> ParsedCompletion:
-    """Parse calls that are written as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    calls, kept = [], []
-    end = 0
-    for match in _CALL.finditer(text):
-        kept.append(text[end : match.start()])
-        end = match.end()
-        call = read_call(match[1].strip(), tools, closed=bool(match[2]))
-        calls.append(call)
-        if call.status != OK:
-            kept.append(match[0])
-    written = text if calls else None
-    return ParsedCompletion("".join([*kept, text[end:]]), calls=tuple(calls), written=written)
-
-
-def read_call(raw: str, tools: Sequence[Tool], *, closed: bool = True) -> ToolCall:
-    """Parse the JSON of one call."""
-    if not closed:
-        return ToolCall("", {}, raw, "unclosed_block")
-    try:
-        parsed = json.loads(raw)
-    except (ValueError, RecursionError):
-        return ToolCall("", {}, raw, "invalid_json")
-    if not isinstance(parsed, dict):
-        return ToolCall("", {}, raw, "malformed_structure")
-    return checked_call(parsed.get("name"), parsed.get("arguments", {}), raw, tools)
-
-
-def checked_call(name: Any, arguments: Any, raw: str, tools: Sequence[Tool], status: str = OK) -> ToolCall:
-    """Return a call whose name and arguments were read, with the first reason why it is no call of a known tool."""
-    is_known = isinstance(name, str) and name in tool_names(tools)
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            status = "invalid_json" if status == OK else status
-    if name and not is_known:
-        status = "unknown_tool"
-    elif status == OK and not is_known:
-        status = "missing_name"
-    elif status == OK and not (isinstance(arguments, Mapping) and _is_plain(arguments, MAX_DEPTH)):
-        status = "malformed_structure"
-    arguments = well_formed_texts(arguments) if status == OK else arguments
-    return ToolCall(str(name or ""), dict(arguments) if isinstance(arguments, Mapping) else {}, raw, status)
-
-
-def _is_plain(value: Any, levels: int) -> bool:
-    """Return True if a JSON value has at most ``levels`` levels, and all its numbers are finite."""
-    if not isinstance(value, (Mapping, list)):
-        return not isinstance(value, float) or math.isfinite(value)
-    parts = value.values() if isinstance(value, Mapping) else value
-    return levels > 0 and all(_is_plain(part, levels - 1) for part in parts)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
-from turnwise.chat.formats import ChatFormat, checked_call
+from turnwise.chat.calls.families import READERS
+from turnwise.chat.calls.reading import CallReader, checked_call, unread
+from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
 from turnwise.chat.thoughts import CALL_MARKS, CHANNELS, Pairs, Thoughts, find_thoughts
-from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer, ToolCall
+from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer
 from turnwise.utils.registry import did_you_mean
 
 NOT_FAMILIES = ("default", "auto", "custom")
 NEEDS_NETWORK = ("gpt-oss",)
 """Families whose renderer downloads a vocabulary when it is made. ``"auto"`` never tries them."""
 
+ONE_CALL = ("llama-3",)
+"""Families whose templates take one call in each message, though their models write several."""
 
 _PROBES: tuple[tuple[Messages, list[Tool]], ...] = (
     ([{"role": "user", "content": "Hi there"}], []),
@@ -83,6 +87,8 @@ class KnownFormat(ChatFormat):
         self, tokenizer: Any, messages: Messages, tools: Sequence[Any] = (), add_generation_prompt: bool = True
     ) -> list[int]:
         renderer = self._renderer_of(tokenizer)
+        if self.name in ONE_CALL:
+            messages = _one_call_each(messages)
         ids = renderer.render_ids(messages, tools=list(tools) or None, add_generation_prompt=add_generation_prompt)
         return [int(token) for token in ids]
 
@@ -170,48 +176,82 @@ class KnownFormat(ChatFormat):
             ids.pop()
         # The family's parser reads the tokens outside of the thoughts: it knows no later ones, and no calls in them.
         begun = self.opens_thought(prompt)
-        found, spoken = self._without_thoughts(ids, begun, ended, tools)
+        found, spoken, parts = self._without_thoughts(ids, begun, ended, tools)
         if found.is_open:
             return ParsedCompletion("", found.thought, in_thought=True, finished=False)
+        begin = self._first_call(parts) if tools else len(spoken)
         try:
-            parsed, ids = self._parsed_answer(spoken, begun, bool(found.thoughts), tools, prompt)
+            parsed, ids = self._parsed_answer(spoken[:begin], begun, bool(found.thoughts), tools, prompt)
         except (ValueError, RecursionError):  # the renderers' own parsers of JSON, for numbers and nests without end
             plain = super().parse(completion, (), prompt, finished=finished)
-            unread = (ToolCall("", {}, plain.answer, "invalid_json"),) if tools else ()
-            return replace(plain, calls=unread)
+            return replace(plain, calls=(unread(plain.answer, "invalid_json"),) if tools else ())
         thought = found.thought or parsed.reasoning_content or ""
-        if not parsed.reasoning_complete:
+        if not parsed.reasoning_complete and begin == len(spoken):
             return ParsedCompletion("", thought, in_thought=True, finished=False)
         content = parsed.content or ""
-        written = "".join(self._raw(ids, call) for call in parsed.tool_calls)
+        if begin < len(spoken) and self._reader is not None:
+            text, content = self._reader.text_of(spoken[begin:]), content.strip()
+            answer, calls = self._reader.read(text, tools)
+            whole = self._reader.plain(text)
+            if not calls and self._reader.begins_section(text):
+                answer, calls = whole, (unread(whole, "malformed_structure"),)
+            written = content + whole
+            return ParsedCompletion(content + answer.rstrip(), thought, calls, finished=ended, written=written)
+        raws = [self._raw(ids, call) for call in parsed.tool_calls]
+        written = "".join([content, *raws])
         if not tools:
             # Without tools the family's marks of a call are text like any other.
-            return ParsedCompletion(content + written, thought, finished=ended)
-        calls, answer = [], content
-        for call in parsed.tool_calls:
-            raw = self._raw(ids, call)
-            read = checked_call(call.name, call.arguments, raw, tools, str(call.status))
-            calls.append(read)
-            if read.status != OK:
-                answer += raw
-        return ParsedCompletion(answer, thought, tuple(calls), finished=ended, written=content + written)
+            return ParsedCompletion(written, thought, finished=ended)
+        calls = tuple(
+            checked_call(call.name, call.arguments, raw, tools, str(call.status))
+            for call, raw in zip(parsed.tool_calls, raws, strict=True)
+        )
+        answer = "".join([content, *(call.raw for call in calls if call.status != OK)])
+        return ParsedCompletion(answer, thought, calls, finished=ended, written=written)
+
+    def _first_call(self, parts: Sequence[str]) -> int:
+        """Return the index of the token with which the first call begins; the number of tokens if there is none.
+
+        The family's parser gets only what comes before, as it changes the texts in calls.
+        """
+        found = self._places and self._places.opening.search("".join(parts))
+        ends = accumulate(map(len, parts))
+        return len(parts) if not found else next(index for index, end in enumerate(ends) if end > found.start())
+
+    def _parts(self, ids: Sequence[int]) -> list[str]:
+        """Return the bytes of each token, as one character each; marks of calls as in ``CallReader.text_of``."""
+        own = self._places.tokens if self._places else {}
+        return [own.get(token) or self.token_bytes(token).decode("latin-1") for token in ids]
+
+    @cached_property
+    def _reader(self) -> CallReader | None:
+        """Reads the family's calls; ``None`` if the family is not known here."""
+        made = READERS.get(self.name)
+        return None if made is None else made(self.tokenizer)
+
+    @cached_property
+    def _places(self) -> CallReader | None:
+        """As :attr:`_reader`, for a text of bytes."""
+        made = READERS.get(self.name)
+        return None if made is None else made(self.tokenizer, latin=True)
 
     def _without_thoughts(
         self, ids: Sequence[int], begun: bool, ended: bool, tools: Sequence[Tool]
-    ) -> tuple[Thoughts, list[int]]:
-        """Return the thoughts of a completion, in places of its bytes, and the tokens outside of them."""
-        parts = [self.token_bytes(token).decode("latin-1") for token in ids]
-        marks, calls = _as_bytes(self.thought_marks), _as_bytes(CALL_MARKS) if tools else ()
+    ) -> tuple[Thoughts, list[int], list[str]]:
+        """Return the thoughts of a completion, in places of its bytes, and the tokens outside of them, with bytes."""
+        parts, marks = self._parts(ids), _as_bytes(self.thought_marks)
+        calls = (self._places or _as_bytes(CALL_MARKS)) if tools else None
         found = find_thoughts("".join(parts), begun=begun, ended=ended, calls=calls, marks=marks)
-        kept, place, left = [], 0, deque(found.thoughts)
+        kept, place, left = [], 0, list(found.thoughts[::-1])
         for token, part in zip(ids, parts, strict=True):
-            while left and left[0][1] <= place:
-                left.popleft()
-            place += len(part)
-            if not (left and left[0][0] < place):
-                kept.append(token)
-        found = replace(found, thought=found.thought.encode("latin-1").decode(errors="replace"))
-        return found, kept
+            begin, place = place, place + len(part)
+            while left and left[-1][1] <= begin:
+                left.pop()
+            if not left or left[-1][0] >= place:
+                kept.append((token, part))
+        thought = found.thought if self._places is None else self._places.plain(found.thought)
+        found = replace(found, thought=thought.encode("latin-1").decode(errors="replace"))
+        return found, [token for token, _ in kept], [part for _, part in kept]
 
     def _parsed_answer(
         self, spoken: list[int], begun: bool, thought: bool, tools: Sequence[Tool], prompt: Sequence[int]
@@ -224,7 +264,9 @@ class KnownFormat(ChatFormat):
         parser, given, shown = self._renderer_of(self.tokenizer), list(prompt) or None, list(tools) or None
         ids = [*closing, *spoken] if begun and thought else spoken
         parsed = parser.parse_response(ids, tools=shown, prompt_ids=given)
-        if thought and (parsed.reasoning_content or not parsed.reasoning_complete):
+        # Some parsers take an answer without any mark for a thought. Where the marks are tokens, their absence decides.
+        plain = not begun and len(closing) == 1
+        if (thought or plain) and (parsed.reasoning_content or not parsed.reasoning_complete):
             ids = [*opening, *closing, *spoken]
             parsed = parser.parse_response(ids, tools=shown, prompt_ids=given)
         return parsed, ids
@@ -285,6 +327,26 @@ def find_family(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None 
         except Exception:  # another family's renderer may raise anything for this tokenizer
             continue
     return None
+
+
+def _one_call_each(messages: Messages) -> Messages:
+    """Return a chat in which each call has a message of its own, with its result behind it."""
+    split: Messages = []
+    waiting: Messages = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if message["role"] == "tool":
+            split.append(message)
+            split += waiting[:1]
+            del waiting[:1]
+        elif len(calls) > 1:
+            first, *waiting = ({**message, "tool_calls": [call]} for call in calls)
+            waiting = [{**other, "content": ""} for other in waiting]
+            split.append(first)
+        else:
+            split += [*waiting, message]
+            waiting = []
+    return [*split, *waiting]
 
 
 def _as_bytes(pairs: Pairs) -> Pairs:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 THINK = ("<think>", "</think>")
 MARKS: tuple[tuple[str, str], ...] = (
@@ -43,7 +44,37 @@ CALL_MARKS: tuple[tuple[str, str], ...] = (
 )
 """Opening and closing marks of calls. A mark of reasoning between them is part of an argument."""
 
+_TEXT = re.compile(r"\S")
+MOST_CALLS = 64
+"""Calls at the end of a thought that are tried as the last ones."""
+
 Pairs = tuple[tuple[str, str], ...]
+
+
+class CallPlaces(Protocol):
+    """Finds calls in a text."""
+
+    @property
+    def opening(self) -> re.Pattern[str]: ...
+
+    def end_of(self, text: str, start: int) -> int | None:
+        """Return the end of the call that begins at ``start``; ``None`` if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """Calls between pairs of marks, where no more is known of them."""
+
+    pairs: Pairs
+
+    @property
+    def opening(self) -> re.Pattern[str]:
+        return re.compile("|".join(re.escape(mark) for mark, _ in self.pairs))
+
+    def end_of(self, text: str, start: int) -> int | None:
+        closing = next(closing for mark, closing in self.pairs if text.startswith(mark, start))
+        end = text.find(closing, start)
+        return None if end < 0 else end + len(closing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +112,21 @@ class Thoughts:
 
 
 def find_thoughts(
-    text: str, *, begun: bool = False, ended: bool = True, calls: Pairs = (), marks: Pairs = MARKS
+    text: str,
+    *,
+    begun: bool = False,
+    ended: bool = True,
+    calls: CallPlaces | Pairs | None = None,
+    marks: Pairs = MARKS,
 ) -> Thoughts:
     """Return the thoughts in the text of a completion.
 
     ``begun`` means that the prompt opened a thought, ``ended`` that the model ended its turn itself, so that no limit
-    cut the text. ``calls`` are the marks of calls, if calls are read.
+    cut the text. ``calls`` finds calls, if calls are read; or it holds their marks.
     """
-    opens, closes, begins = _patterns(marks, calls)
+    places = _Paired(calls) if isinstance(calls, tuple) and calls else calls or None
+    assert not isinstance(places, tuple)
+    opens, closes, begins = _patterns(marks, places.opening.pattern if places else "")
     thoughts: list[tuple[int, int]] = []
     answers: list[tuple[int, int]] = []
     found_calls: list[tuple[int, int]] = []
@@ -118,14 +156,14 @@ def find_thoughts(
                     answers.append((start, calls_end))
                 thoughts.append((max(start, calls_end), here))
                 start = calls_end = here
-            elif text[here:].strip() or not ended:
+            elif _TEXT.search(text, here) or not ended:
                 thoughts.append((0, here))
                 start, calls_end, answers, found_calls = here, here, [], []
         else:
             if found_calls and found_calls[-1][1] == len(text):
                 here = mark.end()
                 continue
-            end = _end_of_call(text, mark, calls)
+            end = places.end_of(text, mark.start()) if places else None
             here = calls_end = len(text) if end is None else end
             found_calls.append((mark.start(), here))
             if end is None and _opens_next(text, mark.end(), marks):
@@ -137,7 +175,7 @@ def find_thoughts(
     first = not thoughts and not any(text[a:b].strip() for a, b in answers)
     if ended and not begun and not first and not thoughts:
         return _found(text, [(0, len(text))], [], marks)
-    if ended and calls and (place := _last_calls(text, start, calls)) is not None:
+    if ended and places and (place := _last_calls(text, start, places)) is not None:
         return _found(text, [*answers, (place, len(text))], [*thoughts, (start, place)], marks)
     return _found(text, answers, [*thoughts, (start, len(text))], marks, is_open=True, calls=found_calls)
 
@@ -155,7 +193,7 @@ def opens_thought(text: str, marks: Pairs = MARKS, *, whole: bool = False) -> bo
 
     With ``whole``, ``text`` is all that the assistant's turn has so far, and the mark may stand anywhere in it.
     """
-    opens, closes, _ = _patterns(marks, ())
+    opens, closes, _ = _patterns(marks, "")
     if not whole:
         return any(text.rstrip().endswith(mark) for mark, _ in marks)
     last = max((match.end() for match in opens.finditer(text)), default=-1)
@@ -191,7 +229,7 @@ def _found(
     is_open: bool = False,
     calls: Sequence[tuple[int, int]] = (),
 ) -> Thoughts:
-    opens, closes, _ = _patterns(marks, ())
+    opens, closes, _ = _patterns(marks, "")
     texts = []
     for start, end in thoughts:
         inside = text[start:end]
@@ -205,29 +243,23 @@ def _found(
 
 
 @lru_cache(maxsize=64)
-def _patterns(marks: Pairs, calls: Pairs) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+def _patterns(marks: Pairs, calls: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Return the patterns of opening marks, of closing marks, and of all that matters in an answer."""
-    opens, closes = ([mark[side] for mark in marks] for side in (0, 1))
-    every = [*opens, *closes, *(mark for mark, _ in calls)]
     # The longest first, as one mark may begin another.
-    opened, closed, all_ = (
-        re.compile("|".join(map(re.escape, sorted(group, key=len, reverse=True)))) for group in (opens, closes, every)
+    opens, closes, every = (
+        "|".join(map(re.escape, sorted((mark for pair in marks for mark in pair[side]), key=len, reverse=True)))
+        for side in (slice(0, 1), slice(1, 2), slice(0, 2))
     )
-    return opened, closed, all_
+    return re.compile(opens), re.compile(closes), re.compile(f"{every}|{calls}" if calls else every)
 
 
-def _end_of_call(text: str, mark: re.Match[str], calls: Pairs) -> int | None:
-    """Return the end of the call that begins with ``mark``; ``None`` if it has no end."""
-    end = text.find(dict(calls)[mark[0]], mark.end())
-    return None if end < 0 else end + len(dict(calls)[mark[0]])
-
-
-def _last_calls(text: str, start: int, calls: Pairs) -> int | None:
+def _last_calls(text: str, start: int, calls: CallPlaces) -> int | None:
     """Return where the calls begin with which ``text`` ends; ``None`` if it doesn't end in a call."""
-    place, end = None, len(text.rstrip())
-    while (pair := next((pair for pair in calls if text.endswith(pair[1], start, end)), None)) is not None:
-        opened = text.rfind(pair[0], start, end - len(pair[1]))
-        if opened < 0:
-            break
-        place, end = opened, len(text[:opened].rstrip())
-    return place
+    for begin in [mark.start() for mark in calls.opening.finditer(text, start)][-MOST_CALLS:]:
+        end: int | None = begin
+        while end is not None and (following := calls.opening.match(text, end)):
+            end = calls.end_of(text, following.start())
+            end = end and end + len(text[end:]) - len(text[end:].lstrip())
+        if end == len(text):
+            return begin
+    return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from typing import Any, NoReturn
 
 from turnwise.cli.make import find_benches
 from turnwise.cli.options import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
+from turnwise.utils.files import expanded
+from turnwise.utils.output import open_standard_descriptors, safe_output, tell
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.signals import SavedNote
-from turnwise.utils.threads import end_process, keep_openmp_awake
+from turnwise.utils.threads import end_process, end_program_loop, keep_openmp_awake
 
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 """Errors that a user's mistake raises."""
@@ -52,6 +53,10 @@ def argument(name: str, help: str, **settings: Any) -> Argument:
     return name, {"help": help, **settings}
 
 
+def path(text: str) -> Path:
+    return Path(expanded(text))
+
+
 def flag(name: str, help: str) -> Argument:
     return argument(name, help, action="store_true")
 
@@ -62,26 +67,27 @@ def repeated(name: str, help: str, metavar: str) -> Argument:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``turnwise`` with ``argv`` (default: the process's arguments) and return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with safe_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(arguments: list[str]) -> int:
     try:
         options = parse(arguments)
         module, _, name = COMMANDS[options.command].call.partition(":")
         run = getattr(importlib.import_module(f"turnwise.cli.{module}"), name)
         try:
-            code = run(options)
+            code: int = run(options)
+            return code
         except SystemExit as error:  # of code that a config names: it must not look like success
             if error.code in EXIT_BY_SIGNAL:
                 raise
             raise RuntimeError(f"code of the user ended the command by exit({error.code!r})") from error
-        if not sys.stdout.closed:  # by user code
-            sys.stdout.flush()
-        return code
+        finally:
+            end_program_loop()
     except KeyboardInterrupt:
-        print("turnwise: interrupted", file=sys.stderr)
+        tell("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader closed the pipe (`turnwise doctor | head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
     except (*USER_ERRORS, *RUN_ERRORS) as error:
         if "--traceback" in arguments:
             raise
@@ -89,13 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.strerror and error.filename is not None:
             message = f"{error.strerror}: {error.filename!r}"
         notes = getattr(error, "__notes__", [])
-        print("\n".join([f"turnwise: {message}", *notes]), file=sys.stderr)
+        tell("\n".join([message, *notes]))
         in_training = any(isinstance(note, SavedNote) for note in notes)
         return EXIT_USAGE if isinstance(error, USER_ERRORS) and not in_training else EXIT_FAILED
 
 
 def entry() -> NoReturn:
     """Run ``turnwise``, and end the process also if user code left threads behind."""
+    open_standard_descriptors()
     keep_openmp_awake()
     try:
         code = main()
@@ -183,8 +190,8 @@ def build_parsers(table: dict[str, Command]) -> tuple[CommandParser, dict[str, C
 # ---------------------------------------------------------------------------------------------------------------------
 COMMON: tuple[Argument, ...] = (flag("--traceback", "show where an error was raised"),)
 
-CONFIG = argument("config", "config file: see docs/training.md", type=Path, metavar="CONFIG.toml")
-RUN_DIR = argument("run_dir", "folder of the run", type=Path, metavar="RUN_DIR")
+CONFIG = argument("config", "config file: see docs/training.md", type=path, metavar="CONFIG.toml")
+RUN_DIR = argument("run_dir", "folder of the run", type=path, metavar="RUN_DIR")
 JSON = flag("--json", "print JSON, for scripts")
 
 COMMANDS: dict[str, Command] = {
@@ -194,7 +201,7 @@ COMMANDS: dict[str, Command] = {
         (
             flag("--compare", "also train a single agent on as many tokens; takes longer"),
             argument("--seed", "seed of puzzles, weights and sampling (default: 0)", type=int, default=0),
-            argument("--out", "folder of the run (default: runs/demo)", type=Path, default=Path("runs/demo")),
+            argument("--out", "folder of the run (default: runs/demo)", type=path, default=Path("runs/demo")),
             argument("--client", "engine that samples, as in rollout.client: vllm, ...", default="transformers"),
         ),
     ),
@@ -202,7 +209,7 @@ COMMANDS: dict[str, Command] = {
         "make:init",
         "Write a config and an episode to start from, or copy a shipped example.",
         (
-            argument("folder", "where to write (default: here)", type=Path, nargs="?", default=Path(), metavar="DIR"),
+            argument("folder", "where to write (default: here)", type=path, nargs="?", default=Path(), metavar="DIR"),
             argument("--example", "copy this example instead, such as sudoku", metavar="NAME"),
             flag("--list", "list the examples and stop"),
         ),
@@ -229,7 +236,7 @@ COMMANDS: dict[str, Command] = {
         "run.eval:run",
         "Measure the held-out success of a run, of the policies that a config file describes, or of another server.",
         (
-            argument("config", "config file or run folder", type=Path, nargs="?", metavar="CONFIG.toml|RUN_DIR"),
+            argument("config", "config file or run folder", type=path, nargs="?", metavar="CONFIG.toml|RUN_DIR"),
             argument("--checkpoint", "newest (default), best, start, step_00000010, or a folder"),
             argument("--against", "checkpoint to compare with, question by question", metavar="CHECKPOINT"),
             repeated("--ablate", "also play without this actor, and with it alone; all for every actor", "ACTOR"),
@@ -246,7 +253,7 @@ COMMANDS: dict[str, Command] = {
         "run.tournament:run",
         "Play checkpoints of one or more runs against each other: payoffs and ratings, with intervals.",
         (
-            argument("run_dirs", "folders of runs", type=Path, nargs="+", metavar="RUN_DIR"),
+            argument("run_dirs", "folders of runs", type=path, nargs="+", metavar="RUN_DIR"),
             argument("--checkpoints", "all (default), newest, best, ...", nargs="+", default=["all"], metavar="NAME"),
             argument("--games", "games of each pair, half from each seat (default: 200)", type=int, default=200),
             argument("--task", "task to play (default: the task that the runs trained on)"),
@@ -260,7 +267,7 @@ COMMANDS: dict[str, Command] = {
         (
             RUN_DIR,
             argument("--checkpoint", "newest (default), best, step_00000010, or a folder", default="newest"),
-            argument("--out", "folder to write (default: RUN_DIR/export/CHECKPOINT)", type=Path, metavar="DIR"),
+            argument("--out", "folder to write (default: RUN_DIR/export/CHECKPOINT)", type=path, metavar="DIR"),
             repeated("--policy", "export this policy (default: all)", "NAME"),
             flag("--merge", "also write each adapter merged into its base; --push then takes that model"),
             argument("--push", "upload to this repository of the Hub, or of HF_ENDPOINT, with the token HF_TOKEN; "
@@ -274,7 +281,7 @@ COMMANDS: dict[str, Command] = {
         "Write the report of a run, finished or not, as one HTML file: curves, episodes, warnings.",
         (
             RUN_DIR,
-            argument("--out", "file to write (default: RUN_DIR/report.html)", type=Path, metavar="FILE"),
+            argument("--out", "file to write (default: RUN_DIR/report.html)", type=path, metavar="FILE"),
             flag("--open", "open the report in the browser"),
         ),
     ),
@@ -310,7 +317,8 @@ COMMANDS: dict[str, Command] = {
         "serve.serve:run",
         "Serve a model to runs that sample over HTTP, or a run's actors to clients of OpenAI and Anthropic.",
         (
-            argument("model", "folder or Hugging Face Hub name of a model, or a run folder", metavar="MODEL|RUN_DIR"),
+            argument("model", "folder or Hugging Face Hub name of a model, or a run folder", type=expanded,
+                     metavar="MODEL|RUN_DIR"),
             argument("--checkpoint", "of a run: newest (default), best, start, step_00000010, or a folder"),
             argument("--host", "address to bind (default: 127.0.0.1, this machine only)", default="127.0.0.1"),
             argument("--port", "port to bind, 0 for a free one (default: 8000)", type=int, default=8000),

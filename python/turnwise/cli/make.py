@@ -11,6 +11,7 @@ from pathlib import Path
 
 import turnwise
 from turnwise.cli.options import EXIT_OK
+from turnwise.utils.output import say
 from turnwise.utils.registry import did_you_mean
 
 START = "start"
@@ -24,18 +25,18 @@ def init(options: argparse.Namespace) -> int:
     examples.pop("__pycache__", None)
     if options.list:
         width = max(map(len, examples))
-        print("\n".join(f"{name:<{width}}  {first_line(path)}" for name, path in examples.items()))
+        say("\n".join(f"{name:<{width}}  {first_line(path)}" for name, path in examples.items()))
         return EXIT_OK
 
     name = options.example or START
     if name not in examples:
         raise ValueError(f"--example={name!r}: unknown; {did_you_mean(name, examples)}")
     written = copy_example(examples[name], options.folder, flat=name == START)
-    print("\n".join(f"wrote {path}" for path in written))
+    say("\n".join(f"wrote {path}" for path in written))
     command = {".py": "python", ".toml": "turnwise train"}
     to_run = main_file(written)
     folder = f"cd {options.folder} && " if options.folder != Path() else ""
-    print(f"next: {folder}{command[to_run.suffix]} {to_run.relative_to(options.folder)}")
+    say(f"next: {folder}{command[to_run.suffix]} {to_run.relative_to(options.folder)}")
     return EXIT_OK
 
 
@@ -97,10 +98,10 @@ def export(options: argparse.Namespace) -> int:
     for one in exported:
         write_card(one, config, manifest, options.push)
         kind = f"an adapter over {one.base}" if one.base else "a whole model"
-        print(f"policy {one.policy!r} of step {manifest['step']}: {one.folder}, {kind}")
+        say(f"policy {one.policy!r} of step {manifest['step']}: {one.folder}, {kind}")
     if options.push is not None:
         address = push(exported[0].folder, options.push, private=options.private, revision=options.revision)
-        print(f"pushed to {address}")
+        say(f"pushed to {address}")
     return EXIT_OK
 
 

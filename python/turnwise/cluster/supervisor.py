@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from turnwise.cluster.placement import Kind, NoRoom, Role, shortage
 from turnwise.cluster.versions import compare
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.utils.output import say, write
 from turnwise.utils.signals import SIGNALS, TOGETHER
 
 TAIL = 50
@@ -105,7 +105,7 @@ class Supervisor:
         backend: Backend,
         roles: Sequence[Role],
         commands: Mapping[Kind, Commands],
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        say: Callable[[str], None] = lambda line: say(line, to="stderr"),
     ) -> None:
         self.config, self.backend, self.commands, self.say = config, backend, commands, say
         self.run_dir = config.run_dir
@@ -389,5 +389,4 @@ class Supervisor:
             written = stream.read()
         whole = written[: written.rfind(b"\n") + 1]
         self._shown += len(whole)
-        sys.stdout.write(whole.decode(errors="replace"))
-        sys.stdout.flush()
+        write(whole.decode(errors="replace"))

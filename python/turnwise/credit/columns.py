@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -110,6 +112,32 @@ def credit_columns(
         )
     ]
     return np.asarray(assigner.compute_columns(samples), dtype=np.float32)
+
+
+def needs_several_attempts(rule: Any) -> bool:
+    """Return True if ``rule`` gives only advantages of 0 where each question has one attempt, in a batch of several.
+
+    A copy of it is tried on four questions with different rewards. A rule that can't be tried like that counts as
+    False.
+    """
+    rewards = np.repeat([0.0, 0.25, 0.5, 1.0], 3)
+    questions = np.repeat(range(4), 3).tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rules say themselves that nothing is compared
+        try:
+            advantages = credit_columns(
+                copy.deepcopy(rule),
+                rewards,
+                questions=questions,
+                actors=["a", "b", "a"] * 4,
+                turns=[0, 0, 1] * 4,
+                trajectories=questions,
+                states=range(12),
+                components={"reward": rewards},
+            )
+        except Exception:  # a rule may need more than columns, or a larger group
+            return False
+    return not advantages.any()
 
 
 def _numbers(name: str, column: Sequence[float] | np.ndarray) -> np.ndarray:

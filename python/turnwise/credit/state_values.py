@@ -13,7 +13,7 @@ import numpy as np
 
 from turnwise.credit.base import ALONE, CENTERED, EQUAL
 from turnwise.credit.grouping import tolerance
-from turnwise.types import Rollout, Sample, Step
+from turnwise.types import PAID_LATER, PAID_OTHERS, Rollout, Sample, Step
 
 Edge = tuple[int, int] | None
 """A branch as (node, index); ``None`` means before the first node."""
@@ -35,10 +35,15 @@ class StateValues:
             for index, step in enumerate(rollout.steps)
             if "env_response" in step.info and "error" not in step.info
         }
-        named = [*(str(step.actor_id) for step in self.steps.values()), *rollout.rewards, *self._playing_out()]
+        paid = [actor for step in self.steps.values() for actor in step.info.get(PAID_OTHERS, {})]
+        named = [*(str(step.actor_id) for step in self.steps.values()), *rollout.rewards, *self._playing_out(), *paid]
         self.actors = {actor: column for column, actor in enumerate(dict.fromkeys(named))}
         penalties = {sample.step_index: sample.reward - _reward_before(rollout, sample) for sample in samples}
-        self.rewards = {index: (step.reward or 0.0) + penalties.get(index, 0.0) for index, step in self.steps.items()}
+        # What others' later actions brought an actor counts there, as the values of the states before contain it.
+        later = {index: step.info.get(PAID_LATER, 0.0) for index, step in self.steps.items()}
+        self.rewards = {
+            index: (step.reward or 0.0) - later[index] + penalties.get(index, 0.0) for index, step in self.steps.items()
+        }
         self.following, self.ends = self._links()
         self.was_sampled = any(len(actions) > 1 for actions in self.following.values()) or any(
             map(self._playouts, (START, *self.steps))
@@ -148,6 +153,7 @@ class StateValues:
         guess = np.mean(values, axis=0) if values else np.zeros(len(self.actors))
         worth = {
             action: self._before(str(self.steps[action].actor_id), self.rewards[action], guess if to is None else to)
+            + self._earned(self.steps[action].info.get(PAID_OTHERS, {}))
             for action, to in after.items()
         }
         if len(actions) > 1:

@@ -22,6 +22,7 @@ from turnwise.samples.pack import advantages_of
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import read_lines
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
+from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
 
@@ -87,6 +88,9 @@ def compare_credit(
         raise ValueError(f"rule=None: {folder} has {reason}; name one by --rule")
     # Build both rules.
     name = str(rule or own_name)
+    for each in dict.fromkeys(one for one in (own_name, name) if one and ":" in one):
+        if (module := each.partition(":")[0]) in config.get("code", {}):
+            import_recorded(module, config["code"][module])
     types = option_types(import_by_name(registry, name, "rule"))
     given = {
         key: literal(value, types.get(key, Any)) if isinstance(value, str) else value

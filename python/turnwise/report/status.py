@@ -119,7 +119,7 @@ def read_status(folder: Path, now: float | None = None) -> Status:
         seconds_per_step=seconds,
         parts=parts,
         checkpoint=int(checkpoints[-1].name.rpartition("_")[2]) if checkpoints else None,
-        checkpoint_age=now - (checkpoints[-1] / "manifest.json").stat().st_mtime if checkpoints else None,
+        checkpoint_age=_age(checkpoints[-1] / "manifest.json", now) if checkpoints else None,
         epoch=(members := read_members(folder)).get("epoch"),
         versions={
             name: (int(newest[start + name]), int(newest[f"cluster/version_max/{name}"]))
@@ -130,6 +130,14 @@ def read_status(folder: Path, now: float | None = None) -> Status:
     )
     status.warnings = _warnings(status, folder)
     return status
+
+
+def _age(file: Path, now: float) -> float | None:
+    """Return the seconds since ``file`` changed; ``None`` if the run has deleted it meanwhile."""
+    try:
+        return now - file.stat().st_mtime
+    except FileNotFoundError:
+        return None
 
 
 def _newest(path: Path) -> list[dict[str, Any]]:
@@ -197,7 +205,7 @@ def _roles(
         roles.setdefault(name, ProcessStatus(name)).address = address
     for name, role in roles.items():
         log = folder / "logs" / f"{name}.log"
-        role.log_age = now - log.stat().st_mtime if log.is_file() else None
+        role.log_age = _age(log, now)
         start = f"cluster/version/{name}/"
         role.versions = {key.removeprefix(start): int(v) for key, v in newest.items() if key.startswith(start)}
 

@@ -5,16 +5,18 @@ Read :func:`build_run` to see how the rooms fit together; your own script can do
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.arena import Arena, Distillation, Filters, OverlongPenalty
 from turnwise.arena.task_labels import SUCCESS, TASK
-from turnwise.inference.common.hf_model import shortest_context
+from turnwise.inference.common.hf_model import limit_head, shortest_context, tokens_of
 from turnwise.run.checks import (
     build_credit,
     check_config,
@@ -27,10 +29,10 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
-from turnwise.run.models import check_routing
+from turnwise.run.models import check_critic, check_routing
 from turnwise.run.parts import build_callbacks, build_curriculum
 from turnwise.run.policy_sharing import own_bases
-from turnwise.run.ranks import shard
+from turnwise.run.ranks import rank_problems, shard
 from turnwise.run.start import run_warm_start, starting_questions
 from turnwise.run.tinker import build_remote, export_adapters, is_remote
 from turnwise.run.workers.attach import attach_workers
@@ -40,11 +42,12 @@ from turnwise.tasks.several import SeveralTasks
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import seed_generators
+from turnwise.train.checkpoint.warm_start import FOLDER as WARM_START
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, Addition, ablate
-from turnwise.train.eval.evaluate import Evaluation, describe
+from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.health.start import check_start
 from turnwise.train.league.build import past_models
 from turnwise.train.log.run_log import RunLog
@@ -58,12 +61,12 @@ from turnwise.train.model.loading import (
     load_models,
     load_references,
 )
-from turnwise.train.model.policy import Policy
+from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.run_folder import RunLock, check_records
 from turnwise.train.update.teaching import Teaching
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
-from turnwise.utils.threads import run_to_end
+from turnwise.utils.threads import run_in_program
 
 
 class TaskArena(Arena):
@@ -114,8 +117,10 @@ class Run:
             for task in dict.fromkeys(request.meta.get(TASK) for request in asked):
                 own = [request for request in asked if request.meta.get(TASK) == task]
                 metric = f"{task}/{SUCCESS}" if task in self.config.tasks else self.task.success_metric
-                run_to_end(check_start(self.trainer, own, metric))
-            progress = run_to_end(self.trainer.run())
+                run_in_program(check_start(self.trainer, own, metric))
+            progress = run_in_program(self.trainer.run())
+            if list_checkpoints(self.trainer.checkpoints):  # they hold what the warm start has taught
+                shutil.rmtree(self.trainer.config.run_dir / WARM_START, ignore_errors=True)
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
@@ -133,13 +138,13 @@ class Run:
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
         """Evaluate success on the held-out questions with the trainer's present weights, by default greedily."""
-        return run_to_end(self._evaluate(sampling, samples, []))[0]
+        return run_in_program(self._evaluate(sampling, samples, []))[0]
 
     def ablate(
         self, ablations: Sequence[Ablation], sampling: Sampling | None = None, *, samples: int = 1
     ) -> tuple[Evaluation, list[Addition]]:
         """Evaluate as :meth:`evaluate` does, and without each actor of ``ablations`` and with it alone."""
-        return run_to_end(self._evaluate(sampling, samples, ablations))
+        return run_in_program(self._evaluate(sampling, samples, ablations))
 
     async def _evaluate(
         self, sampling: Sampling | None, samples: int, ablations: Sequence[Ablation]
@@ -156,12 +161,12 @@ class Run:
                 await self.arena.workers.close()
             await self.arena.client.close()
 
-        run_to_end(close())
+        run_in_program(close())
         self.trainer.learner.stop()
 
 
 def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
-    """Build and train a run, and print the held-out success at the end.
+    """Build and train a run. At the end, write the held-out success to ``held_out.json`` in its folder, and print it.
 
     The run resumes from the newest checkpoint of its folder, if there is one and ``config.resume`` is on. With a
     ``mesh`` of several ranks (:func:`~turnwise.run.ranks.join_ranks`) this is rank 0, and the others
@@ -170,12 +175,9 @@ def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
     lock = RunLock(config.run_dir)
     with lock if config.run_dir.is_dir() else nullcontext():  # reject a folder in use before loading any model
         check_records(config)
-        run = build_run(config, mesh=mesh)
+        run = build_run(config, mesh=mesh, trains=True)
         run.trainer.lock = lock
         config, log = run.config, run.trainer.log
-        # Reject settings that train nothing; a run without any steps is built but not trained.
-        if config.steps and not any(policy.trainable for policy in run.trainer.policies.values()):
-            raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
         if config.steps == 0 and config.warm_start.steps == 0:
             log.note("steps = 0 and warm_start.steps = 0: nothing to train")
             return run
@@ -189,10 +191,7 @@ def train_from_config(config: TrainConfig, mesh: Any = None) -> Run:
         if run.trainer.interrupted:
             log.note(f"stopped; run the same command again to go on from {run.trainer.checkpoints}")
         else:
-            held_out = run.evaluate()
-            log.note(f"held-out {describe(held_out)}")
-            for name, one in held_out.by_task.items():
-                log.note(f"  {name}: {one.mean:.1%} (95% interval {one.low:.1%}–{one.high:.1%})")
+            log.held_out(progress.step, run.evaluate())
         return run
 
 
@@ -200,21 +199,25 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     """Train the run of ``config`` on one of the ranks after the first, until rank 0 is done."""
     _prepare_torch(config)
     task = task_of(config)
-    config, actors, *_ = check_config(config, task, warm=False)
+    config, actors, tokenizer, _ = check_config(config, task, warm=False)
     # All weights are rank 0's, so here they are not even read.
     models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
     policies = build_policies(config, models, _load_references(config, task, empty=True))
+    limit_heads(policies, tokenizer)
     attach_teachers(policies, actors, config)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 saves after them, which takes all ranks
     shard(policies, config, mesh).follow()
 
 
-def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = None, mesh: Any = None) -> Run:
+def build_run(
+    config: TrainConfig, *, warm: bool = True, log: RunLog | None = None, mesh: Any = None, trains: bool = False
+) -> Run:
     """Build a run that is ready to train. Warm-start it if the config asks for it and there is no checkpoint.
 
-    With a ``mesh`` the models are sharded over its ranks, of which this process is the first.
+    With a ``mesh`` the models are sharded over its ranks, of which this process is the first. With ``trains`` it
+    refuses, before a model is loaded, what :meth:`Run.train` would refuse after the warm start, which it saves.
     """
     _prepare_torch(config)
     # Check everything before loading a model.
@@ -223,6 +226,12 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
     config, actors, tokenizer, rows = check_config(
         config, task, warm=bool(config.warm_start.steps) and warm and not resumes
     )
+    if mesh is not None and (problems := rank_problems(config, mesh.size(), task.episodes().values())):
+        raise ConfigError("\n".join(problems))
+    if trains:
+        check_questions(config, task)
+        if config.steps and not any(policy.trainable for policy in config.policies.values()):
+            raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
@@ -232,7 +241,10 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
         learner, client, context = build_remote(config, tokenizer, log)
         arena = arena_for_client(client, config, task, actors, tokenizer, context)
     else:
-        learner, arena = _build_here(config, task, actors, tokenizer, rows, log, mesh)
+        saved = config.run_dir.absolute() / WARM_START if trains else None
+        if saved is not None and not config.resume:
+            shutil.rmtree(saved, ignore_errors=True)
+        learner, arena = _build_here(config, task, actors, tokenizer, rows, log, mesh, saved)
     arena.curriculum = build_curriculum(config, task)
     attach_workers(config, task, arena)
     callbacks = build_callbacks(
@@ -243,23 +255,36 @@ def build_run(config: TrainConfig, *, warm: bool = True, log: RunLog | None = No
 
 
 def _build_here(
-    config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, rows: Any, log: RunLog, mesh: Any
+    config: TrainConfig,
+    task: Task,
+    actors: Sequence[Actor],
+    tokenizer: Any,
+    rows: Any,
+    log: RunLog,
+    mesh: Any,
+    saved: Path | None,
 ) -> tuple[Any, Arena]:
-    """Load the models, warm-start them on ``rows``, and return the learner, or the policies, with the arena."""
+    """Load the models, warm-start them on ``rows``, and return the learner, or the policies, with the arena.
+
+    The warm start is saved under ``saved``.
+    """
     if rows is not None:
         log.open()  # a log that can't be opened shows before the warm start
     # To be sharded, models wait in the CPU's memory.
     device = find_device(config.device) if mesh is None else "cpu"
     models = _moved(_load_models(config, task), device)
     check_targets(models, config.policies)
+    check_routing(config, models)
+    check_critic(config, models)
+    for model in models.values():
+        limit_head(model, tokens_of(tokenizer))
     if rows is not None:
         players = actors
         if isinstance(task, SeveralTasks):
             players = [actor for team in task.teams(actors).values() for actor in team.values()]
-        run_warm_start(config, rows, players, tokenizer, _moved(models, find_device(config.device)), log)
+        run_warm_start(config, rows, players, tokenizer, _moved(models, find_device(config.device)), log, saved)
         models = _moved(models, device)
     models = attach_adapters(models, config.policies, config.seed)
-    check_routing(config, models)
     # Build the arena with its client, and the policies.
     arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
     policies = build_policies(config, models, _moved(_load_references(config, task), device))

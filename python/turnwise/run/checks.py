@@ -15,8 +15,17 @@ from turnwise.credit import build_rule
 from turnwise.credit.by_task import CreditByTask
 from turnwise.run.clients import check_client
 from turnwise.run.models import describe_models
-from turnwise.run.parts import Measure, ablations_of, build_curriculum, check_selfplay, sampler_of, tree_problem
+from turnwise.run.parts import (
+    Measure,
+    ablations_of,
+    build_curriculum,
+    check_selfplay,
+    comparison_problem,
+    sampler_of,
+    tree_problem,
+)
 from turnwise.run.policy_sharing import resolve_policies
+from turnwise.run.ranks import expected_ranks, rank_problems
 from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
@@ -31,7 +40,7 @@ from turnwise.train.model.loading import (
     find_device,
     sharing,
 )
-from turnwise.train.update.sft_data import RowReader, SFTRow, SFTRows
+from turnwise.train.update.sft_data import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
 from turnwise.types import (
     Actor,
@@ -128,7 +137,8 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     task = task_of(config)
     resolved, actors = resolve_config(config, task, problems)
     with problems.gathered():
-        check_questions(config, task)
+        check_questions(resolved, task)
+    problems.lines += rank_problems(resolved, expected_ranks(resolved), task.episodes().values())
     problems.raise_any()
     with problems.gathered():
         models = [] if is_remote(config) else describe_models(resolved, partial(tiny_model, config, task))
@@ -188,7 +198,10 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
 
 
 def check_questions(config: TrainConfig, task: Task) -> None:
-    """Raise :class:`ConfigError` if the task can't ask the training questions of a step."""
+    """Raise :class:`ConfigError` if the task can't ask the training questions of a step, or these train nothing.
+
+    ``config`` is resolved.
+    """
     if not config.steps:
         return
     questions = config.rollout.prompts_per_step
@@ -196,7 +209,10 @@ def check_questions(config: TrainConfig, task: Task) -> None:
         asked = task.requests(1, questions, 1)
     except ValueError as error:
         raise ConfigError(f"config key 'rollout.prompts_per_step' = {questions}: {error}") from None
-    if problems := _problems_of(task, asked, measured=False):
+    problems = _problems_of(task, asked, measured=False)
+    for one, part in parts_of(config, task).values():
+        problems += filter(None, [comparison_problem(build_credit(one, part), one, part)])
+    if problems:
         raise ConfigError("\n".join(problems))
 
 
@@ -335,7 +351,7 @@ def warm_start_rows(config: TrainConfig, task: Task) -> SFTRows:
         recorded = reader.read(Path(settings.data))
         return SFTRows(recorded, f"{len(recorded)} rows of {settings.data}{reader.describe()}")
     shown = task.demonstrations(settings.steps * settings.batch_size, config.seed)
-    rows = [SFTRow(messages, text, actor, f"demonstration {i}") for i, (actor, messages, text) in enumerate(shown)]
+    rows = demonstrated(shown, [actor.id for actor in task.actors], f"task {task.name!r}")
     return SFTRows(rows, f"{len(rows)} demonstrations of task {task.name!r}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,14 @@ from turnwise.cluster.members import FOLDER
 from turnwise.cluster.placement import describe, fit, roles_of
 from turnwise.cluster.ray_backend import RayBackend
 from turnwise.cluster.supervisor import Supervisor
-from turnwise.run.checks import check_config, resolve_config, task_of, tiny_model
+from turnwise.run.checks import check_config, check_questions, resolve_config, task_of, tiny_model
 from turnwise.run.models import model_of
+from turnwise.run.ranks import expected_ranks, rank_problems
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.league.build import groups_of
 from turnwise.train.model.loading import TINY, check_models
+from turnwise.utils.output import tell
 
 EXIT_LATER = 75
 """Exit code of a run that lost its cluster, and can continue on another: EX_TEMPFAIL of sysexits.h."""
@@ -35,6 +36,9 @@ def train_on_cluster(config: TrainConfig) -> int:
     """Train ``config`` on its Ray cluster, and return the exit code of the run's first rank, or :data:`EXIT_LATER`."""
     task = task_of(config)
     resolved, *_ = check_config(config, task, warm=False)
+    if problems := rank_problems(resolved, expected_ranks(config), task.episodes().values()):
+        raise ConfigError("\n".join(problems))
+    check_questions(resolved, task)
     with RayBackend(config.cluster) as backend:
         roles = roles_of(config.cluster)
         fit(roles, backend.nodes())
@@ -42,7 +46,7 @@ def train_on_cluster(config: TrainConfig) -> int:
         try:
             return Supervisor(config, backend, roles, commands_of(config, models)).run()
         except ClusterLost as error:
-            print(f"turnwise: {error}; the same command goes on from the newest checkpoint", file=sys.stderr)
+            tell(f"{error}; the same command goes on from the newest checkpoint")
             return EXIT_LATER
 
 

@@ -107,6 +107,7 @@ def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) 
         if layout.required and reason and policies[name].trainable:
             key = f"config key 'update.sequence_layout' = {config.update.sequence_layout!r}"
             raise ConfigError(f"{key}: {facts.kind} of policy {name!r} doesn't support it, as {reason}")
+    check_critic(config, models)
     with sampling_mode(models[name], share=True):
         why_uncached = cache_unsupported_reason(models[name])
     return [ModelCheck(names, facts, check.bytes, True, why_uncached)]
@@ -125,6 +126,17 @@ def check_routing(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
             raise ConfigError(f"{key}: policy {name!r}: {error}") from error
         if routers is None:
             raise ConfigError(f"{key}: policy {name!r} is a dense {type(lm).__name__}: expected a mixture of experts")
+
+
+def check_critic(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
+    """Raise :class:`ConfigError` if ``loss.critic`` is to read a trained model whose rows must be padded."""
+    for name in models if config.loss.critic is not None else ():
+        policy = config.policies[name]
+        if policy.trainable and (reason := facts_of(models[name], dropout=policy.dropout).reason_padded):
+            raise ConfigError(
+                f"config key 'loss.critic': policy {name!r} needs padded rows, as {reason}, and a value head reads "
+                "packed ones: expected another model, or no critic"
+            )
 
 
 def _attached(

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from turnwise.arena import Arena, TreeSampler
 from turnwise.arena.curriculum import Curricula, Curriculum
 from turnwise.credit import registry
+from turnwise.credit.columns import needs_several_attempts
 from turnwise.tasks.base import PooledTask, SplittableTask, Task
 from turnwise.tasks.several import SeveralTasks
 from turnwise.train.callbacks import Callback, TrainerView
@@ -74,6 +75,28 @@ def tree_problem(credit: CreditAssigner, config: TrainConfig) -> str:
             f"'vine', not {rule!r}, or rollout.tree.score_by = 'value'"
         )
     return ""
+
+
+def comparison_problem(credit: CreditAssigner, config: TrainConfig, task: Task) -> str:
+    """Return why no attempt of ``task`` would train, as none is compared with another; an empty string if some would.
+
+    The episodes of a task with several kinds may start each other, and attempts of one parent are compared.
+    """
+    rollout = config.rollout
+    trains_alone = config.loss.critic is not None or config.loss.observations or config.teachers() or not config.steps
+    if rollout.group_size > 1 or rollout.branches > 1 or rollout.tree.playouts or trains_alone:
+        return ""
+    if len(task.episodes()) > 1 or not needs_several_attempts(credit):
+        return ""
+    asked = [request.group_id for request in task.requests(1, rollout.prompts_per_step, 1)]
+    if None in asked or len(set(asked)) < len(asked):  # the task itself asks some questions several times
+        return ""
+    alone = ", or credit.options.singleton = 'raw'" if getattr(credit, "singleton", "") == "zero" else ""
+    return (
+        f"config key 'rollout.group_size' = 1: {task.name!r} would train nothing, as the rule {config.credit.rule!r} "
+        "compares the attempts at a question, and one alone has advantage 0: expected rollout.group_size > 1, "
+        f"rollout.branches > 1, a rule that compares none, such as 'rae'{alone}"
+    )
 
 
 def build_curriculum(config: TrainConfig, task: Task) -> Curriculum | Curricula | None:

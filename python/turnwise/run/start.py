@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from turnwise.inference.common.hf_model import context_length
 from turnwise.tasks import Task
+from turnwise.train.checkpoint.warm_start import WarmStartSaver
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.model.loading import sharing
 from turnwise.train.update.held_out import HeldOutCheck
 from turnwise.train.update.sft import WarmStart, warm_start
-from turnwise.train.update.sft_data import SFTRows, fitting
+from turnwise.train.update.sft_data import Demonstration, SFTRows, fitting
 from turnwise.types import Actor, EpisodeRequest
+from turnwise.utils.signals import deferred_signals
 
 
 def starting_questions(config: TrainConfig, task: Task) -> list[EpisodeRequest]:
@@ -39,12 +44,28 @@ def run_warm_start(
     tokenizer: Any,
     models: dict[str, Any],
     log: RunLog,
+    folder: Path | None = None,
 ) -> None:
     """Train each model on the rows of its actors; a shared base learns the rows of all policies that share it.
 
-    Of several tasks, ``actors`` has the actors of each.
+    Of several tasks, ``actors`` has the actors of each. With a ``folder`` it is saved there (:class:`WarmStartSaver`):
+    a signal then ends the process after the step, and the next start goes on.
     """
     log.note(f"warm start on {rows.source}")
+    with deferred_signals() if folder is not None else nullcontext(lambda: None) as asked:
+        _warm_start_each(config, rows, actors, tokenizer, models, log, folder, asked)
+
+
+def _warm_start_each(
+    config: TrainConfig,
+    rows: SFTRows,
+    actors: Sequence[Actor],
+    tokenizer: Any,
+    models: dict[str, Any],
+    log: RunLog,
+    folder: Path | None,
+    asked: Callable[[], int | None],
+) -> None:
     policy_of = {actor.id: actor.policy for actor in actors}
     records: list[dict[str, Any]] = []
     for names in sharing(config.policies, share_frozen=False):
@@ -59,8 +80,22 @@ def run_warm_start(
         players = [actor for actor in actors if actor.policy in names]
         fit = fitting(tokenizer, kept, context_length(model.config), log.note, players)
         notes = _WarmStartNotes(log, config.warm_start.steps, names, records)
-        done = warm_start(model, fit, config.warm_start, seed=config.seed, on_step=notes.step, on_check=notes.check)
+        saver = None
+        if folder is not None:
+            key = _key_of(config, fit)
+            saver = WarmStartSaver(folder / names[0], key, config.checkpoint.minutes, asked, log.note)
+        done = warm_start(
+            model, fit, config.warm_start, seed=config.seed, on_step=notes.step, on_check=notes.check, saver=saver
+        )
         log.note(f"warm start of {warmed}: {describe(done)}")
+
+
+def _key_of(config: TrainConfig, rows: Sequence[Demonstration]) -> str:
+    """Return a hash of all that a warm start on ``rows`` depends on, but the model."""
+    digest = blake2b(repr((config.seed, config.warm_start.model_dump(exclude={"data"}))).encode(), digest_size=16)
+    for row in rows:
+        digest.update(repr((list(row.prompt_token_ids), list(row.completion_token_ids))).encode())
+    return digest.hexdigest()
 
 
 def describe(done: WarmStart) -> str:

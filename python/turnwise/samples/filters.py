@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from turnwise.types import Sample
@@ -25,6 +26,8 @@ class Filters:
 
     drop_zero_advantage: bool = True
     """Drop samples with advantage 0, as in tied groups, that have no advantages of single tokens either."""
+    keep: Callable[[Sample], bool] | None = None
+    """Samples that ``drop_zero_advantage`` keeps; a trainer sets it if other terms of its loss train them."""
     drop_truncated: bool = False
     """Drop completions that reached their token limit."""
     max_length: int | None = None
@@ -48,7 +51,21 @@ class Filters:
     def _cause(self, sample: Sample, zero_causes: Mapping[StepKey, str]) -> str | None:
         if self.drop_truncated and sample.finish_reason == "length":
             return "truncated"
-        if self.drop_zero_advantage and sample.advantage == 0 and sample.token_advantages is None:
+        if self.drop_zero_advantage and _has_none(sample) and not (self.keep is not None and self.keep(sample)):
             return zero_causes.get((sample.rollout_id, sample.step_index), ZERO_ADVANTAGE)
         length = len(sample.prompt_token_ids) + len(sample.completion_token_ids)
         return "max_length" if self.max_length is not None and length > self.max_length else None
+
+
+def count_without_advantage(samples: Sequence[Sample], zero_causes: Mapping[StepKey, str]) -> dict[str, float]:
+    """Return ``without_advantage/<cause>``: the number of ``samples`` that train without an advantage, by cause."""
+    causes = Counter(
+        zero_causes.get((sample.rollout_id, sample.step_index), ZERO_ADVANTAGE)
+        for sample in samples
+        if _has_none(sample)
+    )
+    return {f"without_advantage/{cause}": count for cause, count in causes.items()}
+
+
+def _has_none(sample: Sample) -> bool:
+    return sample.advantage == 0 and sample.token_advantages is None

@@ -421,15 +421,17 @@ MEANS = (
 
 
 def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
-    """Return the ``metrics`` of episodes with 0 for each count of the gateway that others have.
+    """Return the ``metrics`` of episodes with 0 for each count of the gateway and of tools that others have.
 
     Means over episodes then add up: those of all causes are the mean of their total. Actors that took no part in an
-    episode, which have no ``gateway/calls`` in it, get none.
+    episode, which have no ``gateway/calls`` or ``tool_calls/ok`` in it, get none.
     """
-    counts = dict.fromkeys(name for of_one in metrics for name in of_one if name.startswith("gateway/"))
+    of_all = dict.fromkeys(name for of_one in metrics for name in of_one)
+    firsts = {"gateway": "gateway/calls", "tool_calls": "tool_calls/ok"}
+    counts = {name: firsts[name.partition("/")[0]] for name in of_all if name.partition("/")[0] in firsts}
     if not counts:
         return metrics
-    calls = {name: f"gateway/calls/{name.rpartition('/')[2]}" for name in counts}
+    calls = {name: f"{first}/{name.rpartition('/')[2]}" for name, first in counts.items()}
     return [{**{name: 0.0 for name in counts if calls[name] in of_one}, **of_one} for of_one in metrics]
 
 

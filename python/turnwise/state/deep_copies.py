@@ -6,6 +6,7 @@ Errors name the part of an object that can't be copied.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,21 +14,29 @@ from turnwise._C import OpaqueError, State, StateDict, StateList
 from turnwise.state.plain import to_python
 from turnwise.utils.copies import check_copies, deep_copy
 
-EXPLAINING: list[bool] = []
-"""Non-empty while an error is being explained; trial copies then raise the plain error."""
 
-_memos: dict[int, dict[int, Any]] = {}
-"""The memo of each State that is being forked as part of a deep copy, by the State's id."""
+class Copying(threading.local):
+    """What this thread copies now."""
+
+    explains: bool = False
+    """An error is being explained; trial copies then raise the plain error."""
+
+    def __init__(self) -> None:
+        self.memos: dict[int, dict[int, Any]] = {}
+        """The memo of each State that is being forked as part of a deep copy, by the State's id."""
+
+
+copying = Copying()
 
 
 def fork_within(state: State, memo: dict[int, Any]) -> State:
     """Return the fork of ``state`` for this deep copy. The first call makes it, and later calls return the same."""
     if id(state) not in memo:
-        _memos[id(state)] = memo
+        copying.memos[id(state)] = memo
         try:
             memo[id(state)] = state.fork()
         finally:
-            del _memos[id(state)]
+            del copying.memos[id(state)]
         keep_alive(state, memo)
     child: State = memo[id(state)]
     return child
@@ -43,24 +52,24 @@ def copy_linked(objects: list[Any], state: State, child: State) -> list[Any]:
 
     Raises :class:`OpaqueError`, with the path, for an object that can't be copied.
     """
-    memo = _memos.get(id(state), {})
+    memo = copying.memos.get(id(state), {})
     memo[id(state)] = child
     try:
         copies = [copy.deepcopy(each, memo) for each in objects]
         check_copies(memo)
     except TypeError as error:
-        if EXPLAINING:
+        if copying.explains:
             raise
         raise _explained(state, objects, error) from error
     return copies
 
 
 def _explained(state: State, objects: list[Any], error: TypeError) -> Exception:
-    EXPLAINING.append(True)
+    copying.explains = True
     try:
         culprit = next((each for each in objects if not can_be_copied(each, {id(state): state})), None)
     finally:
-        EXPLAINING.pop()
+        copying.explains = False
     path = None if culprit is None else state._path_of(culprit)
     return error if path is None else explained(culprit, error, "data" + "".join(f"[{key!r}]" for key in path))
 
@@ -85,7 +94,7 @@ def explained(owner: Any, error: TypeError, at: str = "") -> Exception:
     seen = {id(owner): owner}
     seen |= {id(part._state): part._state for _, part in _parts(owner) if type(part) in (StateDict, StateList)}
     # Go down from the owner into the first part that can't be copied, until none of its parts is the cause.
-    EXPLAINING.append(True)
+    copying.explains = True
     try:
         while True:
             parts = [(step, part) for step, part in _parts(culprit) if id(part) not in seen]
@@ -95,7 +104,7 @@ def explained(owner: Any, error: TypeError, at: str = "") -> Exception:
             path, culprit = path + cause[0], cause[1]
             seen[id(culprit)] = culprit
     finally:
-        EXPLAINING.pop()
+        copying.explains = False
     if culprit is owner and not at:
         return error
     message = f"{path}: an object of type {type(culprit).__name__}, which can't be copied ({error})"

@@ -129,7 +129,9 @@ class _Search:
         return True
 
     def all_constant(self, items: Iterable[Any]) -> bool:
-        return _all_constant(items) or all(is_constant(item) or self.is_shared(type(item)) for item in items)
+        return _all_constant(items) or all(
+            is_constant(item) or (self.is_shared(type(item)) and type(item) is not frozenset) for item in items
+        )
 
     def is_leaf(self, item: Any, kind: type) -> bool:
         if kind in HOLDERS:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Iterator, MutableMapping
 from itertools import compress
 from typing import Any, ClassVar
 
-from turnwise._C import State, StateDict, StateList, TokenArray
-from turnwise.state.deep_copies import EXPLAINING, explained, fork_within, keep_alive
+from turnwise._C import State, StateDict, StateError, StateList, TokenArray
+from turnwise.state.deep_copies import copying, explained, fork_within, keep_alive
 from turnwise.state.exclusive import ATOMS, HOLDERS, exclusive_graphs, held_once, is_whole
 from turnwise.state.store import LINKED_OBJECT, SHARE, PolicyTuple, Store, copy_random
 from turnwise.utils.copies import check_copies, is_ez_pickle
@@ -83,7 +84,7 @@ class ForkableMixin(_HasDict):
     def _show_dict(self) -> dict[str, Any]:
         attributes = _instance_dict(self)
         if _LATER in attributes:
-            for name in list(attributes[_LATER]):
+            for name in list(attributes.get(_LATER, ())):
                 _copy_now(attributes, name)
         return attributes
 
@@ -105,7 +106,7 @@ class ForkableMixin(_HasDict):
             check_copies(memo)
             return fresh
         except TypeError as error:
-            if EXPLAINING:
+            if copying.explains:
                 raise
             raise explained(self, error) from error
 
@@ -187,21 +188,33 @@ _PLAIN = frozenset({list, dict, tuple, TokenArray})
 # Sets are excluded. A copy may have another order, and the order must not depend on which side used the set first.
 _LATER_KINDS = HOLDERS - {set, frozenset}
 
+_changing = threading.RLock()
+"""Held while a fork, or the first use of an attribute, changes the instance dict of an object that other threads may
+read. Nothing inside waits for another thread."""
+
 
 def _take_over(attributes: MutableMapping[str, Any], memo: dict[int, Any]) -> None:
     """Turn containers added since the last fork into facades, if only this object refers to them."""
     names = [
-        name for name, value in attributes.items() if type(value) in _PLAIN and id(value) not in memo and _is_new(value)
+        name
+        for name, value in list(attributes.items())
+        if type(value) in _PLAIN and id(value) not in memo and _is_new(value)
     ]
     if not names:
         return
-    home = _home_of(attributes, memo)
-    values = [attributes[name] for name in names]
-    exclusive = exclusive_graphs(values, home, OBJECTS.is_shared)
-    chosen = list(compress(names, exclusive))
-    if chosen:
-        facades = (home or OBJECTS.state(None))._take_over(list(compress(values, exclusive)))
-        attributes.update(zip(chosen, facades, strict=True))
+    with _changing:
+        home = _home_of(attributes, memo)
+        values = [attributes[name] for name in names]
+        exclusive = exclusive_graphs(values, home, OBJECTS.is_shared)
+        chosen = list(compress(names, exclusive))
+        if chosen:
+            try:
+                facades = (home or OBJECTS.state(None))._take_over(list(compress(values, exclusive)))
+            except StateError:
+                if home is None or home.pruned:
+                    raise
+                return  # another thread forks it: this time the containers are copied as they are
+            attributes.update(zip(chosen, facades, strict=True))
 
 
 def _is_new(value: Any) -> bool:
@@ -227,9 +240,11 @@ def _copy_attributes(source: Any, attributes: dict[str, Any], plan: _Plan, memo:
     fresh = cls.__new__(cls)
     memo[id(source)] = fresh
     target = _instance_dict(fresh)
-    # Share, fork, put off or deep-copy each attribute of the instance dict.
-    later: list[str] = []
-    for name, value in attributes.items():
+    # Put off attributes of the instance dict, then share, fork or deep-copy the others.
+    with _changing:
+        waiting = _put_off(source, attributes, memo) if plan.copies_later else None
+        items = list(attributes.items())
+    for name, value in items:
         kind = type(value)
         if kind in ATOMS or name in cls._turnwise_share:
             target[name] = value
@@ -238,14 +253,10 @@ def _copy_attributes(source: Any, attributes: dict[str, Any], plan: _Plan, memo:
             target[name] = (memo.get(id(state)) or fork_within(state, memo))._facade(value)
         elif kind is TokenArray and value._state is not None and id(value) not in memo:
             target[name] = fork_within(value._state, memo)._facade(value)
-        elif plan.copies_later and (kind in _LATER_KINDS or is_whole(value, kind)) and id(value) not in memo:
-            later.append(name)
-            target[name] = None  # keeps the order
         elif name != _LATER:
             target[name] = copy.deepcopy(value, memo)
-    if later or _LATER in attributes:
-        value = None
-        _put_off(source, attributes, target, later, memo)
+    if waiting:
+        target[_LATER] = waiting
     for name, value in _Slots(source, plan.slots).items() if plan.slots else ():
         plan.slots[name].__set__(fresh, copy.deepcopy(value, memo))
     return fresh
@@ -313,16 +324,19 @@ class _Waiting(dict[str, _Cell]):
 
 
 def _copy_now(attributes: dict[str, Any], name: str) -> Any:
-    later = attributes[_LATER]
-    cells = [later.pop(name)]
-    if not later:
-        del attributes[_LATER]
-    if name not in attributes:  # otherwise it has been assigned since
-        value = cells[0].value
-        if not held_once(cells, elsewhere=0)[0]:
-            value = copy_random(value) if type(value) is random.Random else copy.deepcopy(value)
-        attributes[name] = value
-    return attributes[name]
+    with _changing:
+        later = attributes.get(_LATER, {})
+        if name in later:
+            if name not in attributes:  # otherwise it has been assigned since
+                cells = [later[name]]
+                value = cells[0].value
+                if not held_once(cells)[0]:
+                    value = copy_random(value) if type(value) is random.Random else copy.deepcopy(value)
+                attributes[name] = value
+            del later[name]  # last, so that other threads find the attribute in one of both
+            if not later:
+                del attributes[_LATER]
+        return attributes[name]
 
 
 class _Later:
@@ -337,7 +351,7 @@ class _Later:
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is not None:
             attributes = _instance_dict(instance)
-            if self.name in attributes.get(_LATER, ()):
+            if self.name in attributes.get(_LATER, ()) or self.name in attributes:  # another thread was faster
                 return _copy_now(attributes, self.name)
         if not self.inherited:
             if instance is None:
@@ -348,10 +362,15 @@ class _Later:
         return member if get is None else get(member, instance, owner)
 
 
-def _put_off(
-    source: Any, attributes: dict[str, Any], target: dict[str, Any], names: list[str], memo: dict[int, Any]
-) -> None:
-    """Turn the attributes ``names`` into cells that both objects hold. Copy an attribute now if others refer to it."""
+def _put_off(source: Any, attributes: dict[str, Any], memo: dict[int, Any]) -> _Waiting:
+    """Turn attributes that nothing else refers to into cells, and return cells for the copy, which hold the same."""
+    names = [
+        name
+        for name, value in attributes.items()
+        if (type(value) in _LATER_KINDS or is_whole(value, type(value)))
+        and id(value) not in memo
+        and name not in type(source)._turnwise_share
+    ]
     cells = attributes.get(_LATER) or _Waiting()
     for name in [name for name in cells if name in attributes]:
         del cells[name]  # it has been assigned since
@@ -361,14 +380,11 @@ def _put_off(
         if any(type(value) in _LATER_KINDS for value in values):
             exclusive = list(map(all, zip(exclusive, exclusive_graphs(values, None, OBJECTS.is_shared), strict=True)))
         for name, value, is_exclusive in zip(names, values, exclusive, strict=True):
-            if not (is_exclusive and _install_descriptor(type(source), name)):
-                target[name] = copy.deepcopy(value, memo)
-                continue
-            cells[name] = _Cell(value)
-            attributes[_LATER] = cells
-            del attributes[name], target[name]
-    if cells:
-        target[_LATER] = _Waiting(cells)
+            if is_exclusive and _install_descriptor(type(source), name):
+                cells[name] = _Cell(value)
+                attributes[_LATER] = cells
+                del attributes[name]
+    return _Waiting(cells)
 
 
 def _install_descriptor(cls: type, name: str) -> bool:

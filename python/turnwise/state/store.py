@@ -93,7 +93,8 @@ SHARED_TYPES: tuple[type, ...] = (
 )
 """Types whose objects all versions share, as they are immutable.
 
-Forks also share objects of their subclasses, unless these have attributes: then forks copy them.
+Forks also share objects of their subclasses, unless these have attributes: then forks copy them. A frozenset with items
+that may change is copied like a set.
 """
 
 IDENTITY_TYPES: tuple[type, ...] = (
@@ -117,6 +118,9 @@ LIBRARY_TYPES: dict[tuple[str, str], Policy] = {
     ("torch", "Generator"): Policy(_copy_torch_generator),
 }
 """Policies for types of numpy and torch, by module and name; subclasses have the same."""
+
+SHARED_UNLESS_OBJECTS: PolicyTuple = (SHARE, None, True)
+"""Policy of frozensets: one whose items may change is treated as a set."""
 
 LINKED_OBJECT: PolicyTuple = (LINKED, copies.deep_copy, True)
 """Policy for objects that may refer to one another and to containers of their State. A fork copies them together."""
@@ -220,6 +224,8 @@ class Store(_C.StoreBase):
             return LINKED_OBJECT
         if issubclass(kind, SHARED_TYPES):
             shared = not getattr(kind, "__dictoffset__", 0) or issubclass(kind, IDENTITY_TYPES)
+            if shared and issubclass(kind, frozenset):
+                return SHARED_UNLESS_OBJECTS
             return NAMED["share" if shared else "copy"].as_tuple()
         return None
 

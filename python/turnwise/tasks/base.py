@@ -8,15 +8,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from pathlib import Path
 from random import Random
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.episode import check_episode, only_actor
 from turnwise.arena.setup import check_actor
 from turnwise.types import Actor, EpisodeRequest, Message, Messages, TaskCapabilities, capabilities_of
+from turnwise.utils.files import expanded
 from turnwise.utils.registry import did_you_mean
 
 T = TypeVar("T")
@@ -101,6 +103,18 @@ class SplittableTask(Protocol):
 
 
 @runtime_checkable
+class NumberedTask(Protocol):
+    """A task that walks through its questions by their number in the run, so that a pass asks each once.
+
+    Among several tasks the number of its questions changes from step to step, and can't tell where the pass is.
+    """
+
+    def requests_from(self, first: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """Return the requests of ``questions`` from number ``first`` of the run on."""
+        ...
+
+
+@runtime_checkable
 class PooledTask(Protocol):
     """A task with a pool of training questions, from which ``[curriculum]`` draws."""
 
@@ -138,6 +152,13 @@ class TaskOptions(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     seed: int = 0
+
+    @field_validator("*")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return [cls._expand(each) for each in value]
+        return expanded(value) if isinstance(value, Path) else value
 
     @model_validator(mode="before")
     @classmethod

@@ -47,9 +47,13 @@ class GeneratedTask(ABC):
         """The episode's artifact for ``question``."""
         return {self.key: question}
 
+    def key_of(self, question: Any) -> str:
+        """The text that names ``question`` in groups and seeds."""
+        return key_of(question)
+
     def seed_parts(self, question: Any) -> Sequence[Any]:
         """The values from which the seed of an episode about ``question`` is derived."""
-        return (key_of(question),)
+        return (self.key_of(question),)
 
     @property
     def actors(self) -> list[Actor]:
@@ -88,7 +92,7 @@ class GeneratedTask(ABC):
         return EpisodeRequest(
             self.name,
             self.artifact(question),
-            group_id=f"{group}/{key_of(question)}",
+            group_id=f"{group}/{self.key_of(question)}",
             seed=derive_seed(self.name, *before, *self.seed_parts(question), *after),
             is_trainable=is_trainable,
         )

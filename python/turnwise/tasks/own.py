@@ -6,14 +6,15 @@ import copy
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from random import Random
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, key_of, split_of
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions
 from turnwise.tasks.generated import GeneratedTask
+from turnwise.tasks.questions import QuestionSet, identity_of
 from turnwise.types import EpisodeRequest
 
 
@@ -29,8 +30,9 @@ class OwnTask(GeneratedTask):
     Set ``name``, ``success_metric`` (a reward function and an actor) and ``system_prompts`` (one per actor). Implement
     :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. A question is a text or JSON data,
     such as a row of a dataset. An artifact is a question that is a dict, else ``{"question": question}``; override
-    :meth:`artifact` for more. A hash of its text or JSON decides the split of a question, so no question is in two
-    splits. Override :meth:`level` for a curriculum with levels. For a warm start, tournaments and baselines
+    :meth:`artifact` for more. A hash of its :meth:`identity` decides the split of a question, and which steps draw it.
+    So no question is in two splits under two ids, and the order of the questions has no effect. They are read once.
+    Override :meth:`level` for a curriculum with levels. For a warm start, tournaments and baselines
     also implement :meth:`demonstrations`, :meth:`oracle` and :meth:`random_player`. Its credit rule and its seats are
     its ``capabilities`` (:class:`turnwise.types.TaskCapabilities`).
 
@@ -68,40 +70,40 @@ class OwnTask(GeneratedTask):
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         """The episodes by their names; with a tree sampler, training branches at each action."""
 
+    def identity(self, question: Any) -> Any:
+        """The part of ``question`` that tells it apart: a text or JSON data.
+
+        By default these are all keys but ids (``id``, ``index``, ``question_id``). Questions of one identity are in one
+        split. Override it if rows with the same question also differ elsewhere, as in their solutions.
+        """
+        return identity_of(question)
+
     def draw(self, split: Split, n: int, seed: int | str) -> Sequence[Any]:
-        """Draw ``n`` different questions of ``split``, in an order that ``seed`` determines."""
-        questions = self._listed(split)
-        if len(questions) < n:
-            raise ValueError(f"n={n!r}: the {split} split of task {self.name!r} has {len(questions)} questions")
-        Random(f"{self.name}/{split}/{seed}").shuffle(questions)
-        return questions[:n]
+        """Draw ``n`` different questions of ``split`` by ``seed``; held-out ones are the first ``n``, with any seed."""
+        if split == "train":
+            return self.question_set.draw(split, n, f"{self.name}/{seed}")
+        return self.question_set.first(split, n)
 
     def question_pool(self, n: int | None) -> list[EpisodeRequest]:
         """Draw ``n`` training questions, or return all."""
-        return super().question_pool(len(self._listed("train")) if n is None else n)
+        return super().question_pool(self.question_set.count("train") if n is None else n)
+
+    def key_of(self, question: Any) -> str:
+        return self.question_set.key(question)
 
     def artifact(self, question: Any) -> Any:
         """The episode's artifact: a question that is a dict, else ``{"question": question}``."""
         own = copy.deepcopy(question)  # an episode may change its artifact
         return own if isinstance(own, dict) else super().artifact(own)
 
-    def _listed(self, split: Split) -> list[Any]:
-        """Return the questions of ``split``, each once. Raises ``ValueError`` for one that JSON can't hold."""
+    @cached_property
+    def question_set(self) -> QuestionSet:
+        """The questions, read once. Raises ``ValueError`` for one that JSON can't hold."""
         where, found = f"{type(self).__name__}.questions()", self.questions()
         if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
             raise ValueError(f"{where} gave {found!r:.80}: expected a list of questions")
-        questions: dict[str, Any] = {}
-        for index, question in enumerate(found):
-            try:
-                key = key_of(question)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ValueError(
-                    f"{where} gave {question!r:.80} as question {index}: expected a text, or data that JSON can hold: "
-                    f"{error}"
-                ) from None
-            if key not in questions and split_of(key) == split:
-                questions[key] = question if isinstance(question, str) else json.loads(key)
-        return list(questions.values())
+        rows = ((f"{where}, question {index}", question) for index, question in enumerate(found))
+        return QuestionSet(rows, self.identity, what=f"task {self.name!r}")
 
     def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         """The first ``n`` held-out questions, for tournaments of a task with ``seats``."""
@@ -113,7 +115,7 @@ class OwnTask(GeneratedTask):
 
     def texts(self) -> list[str]:
         """Questions and system prompts, from which a tiny model's tokenizer is built."""
-        train = [text for question in self._listed("train")[:2000] for text in texts_in(question)]
+        train = [text for question in self.question_set.listed("train", 2000) for text in texts_in(question)]
         return [*train, *self.system_prompts.values()]
 
     def oracle(self) -> Player:

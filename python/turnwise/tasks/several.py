@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from turnwise.arena import Episode, TreeSampler
 from turnwise.arena.task_labels import SUCCESS, TASK, TaskLabels
-from turnwise.tasks.base import Demonstration, Player, Split, Task, task_problems
+from turnwise.tasks.base import Demonstration, NumberedTask, Player, Split, Task, task_problems
 from turnwise.types import Actor, EpisodeRequest
 
 
@@ -113,8 +113,12 @@ class SeveralTasks:
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
         asked: list[EpisodeRequest] = []
         for name, count in self.counts(step, questions).items():
-            if count:
-                asked += self.labelled(name, self.parts[name].task.requests(step, count, copies))
+            task = self.parts[name].task
+            if count and isinstance(task, NumberedTask):
+                first = self._given[questions][step][name]
+                asked += self.labelled(name, task.requests_from(first, count, copies))
+            elif count:
+                asked += self.labelled(name, task.requests(step, count, copies))
         return asked
 
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:

@@ -50,8 +50,9 @@ from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness, summarize
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.model.policy import Policy
-from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run
+from turnwise.train.loss_terms import keep_their_rows
+from turnwise.train.model.policy import Policy, limit_heads
+from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
 from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
 from turnwise.train.update.kl import KLPenalty
@@ -134,6 +135,7 @@ class Trainer:
         # Logs and metrics.
         self.log = log or RunLog.from_config(config)
         self.log.tokenizer = self.log.tokenizer or arena.plain_format(None).tokenizer
+        limit_heads(policies, self.log.tokenizer)
         arena.episode_counter.show = self.log.rollouts
         self.client_metrics = ClientMetrics(arena.client)
         self.cluster_metrics = ClusterMetrics(config, arena.client)
@@ -215,6 +217,7 @@ class Trainer:
         """Resume or begin the run: write its config, send the weights to the client, and call the start hooks."""
         if self.lock.note is not None:
             self.log.note(self.lock.note)
+        keep_their_rows(self)
         saved_arena = resume_run(self)
         replace_text(self.config.run_dir / CONFIG_FILE, to_toml(self._written_config))
         await self.sync_weights()
@@ -282,8 +285,8 @@ class Trainer:
         """
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
         self.watch.samples(batch, in_phase)
-        share = self.progress.token_share(self.config)
-        updated = self.learner.update(batch, in_phase, share, self.rng, self.log.updates)
+        shares = {name: self.progress.run_share(self.config, name) for name in self.policies}
+        updated = self.learner.update(batch, in_phase, shares, self.rng, self.log.updates)
         metrics: dict[str, float] = {}
         try:
             for name, measured in updated.metrics.items():
@@ -387,8 +390,7 @@ class Trainer:
             return
         if measured := await self.validate():
             self.log.add(step, measured if step else {**measured, "total_sampled_tokens": 0})
-            if self.config.checkpoint.keep_best:
-                self.save()
+            save_validation(self)
 
     async def evaluate(
         self, eval_set: EvalSet | None = None, sampling: Sampling | None = None, *, samples: int = 1

@@ -16,8 +16,8 @@ from typing import Any
 from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch, read_listed
+from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
+from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch, amend_progress, read_listed
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
 from turnwise.train.group_queue import Group, GroupQueue, batches_of, groups_of
@@ -105,6 +105,19 @@ def save_run(trainer: TrainerView) -> Path:
     if complete := list_checkpoints(trainer.checkpoints):  # the first one may not be, yet
         forget_old_states(trainer.arena, complete[0])
     return saved
+
+
+def save_validation(trainer: TrainerView) -> None:
+    """Save a validation that was made after its step: in the checkpoint of this step, if there is one.
+
+    Without one, it is saved at once only if ``checkpoint.keep_best`` needs the weights.
+    """
+    trainer.learner.finish_saving()
+    path = checkpoint_at(trainer.checkpoints, trainer.progress.step)
+    if path in list_checkpoints(trainer.checkpoints):
+        amend_progress(path, evaluations=trainer.progress.evaluations)
+    elif trainer.config.checkpoint.keep_best:
+        trainer.save()
 
 
 def _steps_to_keep(trainer: TrainerView) -> set[int]:

@@ -26,6 +26,7 @@ from turnwise.train.config.toml import (
 from turnwise.train.update.loss import check_loss
 from turnwise.train.update.loss_types import find_loss
 from turnwise.types import TaskCapabilities, capabilities_of
+from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
 
@@ -75,6 +76,9 @@ def read_config(
     """
     data = raw_settings(path, overrides)
     importable = data if import_code else _without_code(data)
+    code = data.get("code", {})
+    for module, file in code.items() if import_code and isinstance(code, dict) else ():
+        import_recorded(module, str(file))
     for key, value in dict(overrides).items():  # types of options are known only after all keys are set
         if isinstance(value, str):
             keys = split_key(key)
@@ -121,15 +125,6 @@ def contradictions(config: TrainConfig) -> list[str]:
         problems.append("config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from")
     if config.loss.entropy_target is not None and config.loss.entropy_coef < 0:
         problems.append("config key 'loss.entropy_target': needs loss.entropy_coef >= 0, from which it starts")
-    if config.loss.critic is not None and config.filter.drop_zero_advantage:
-        problems.append(
-            "config key 'loss.critic': needs filter.drop_zero_advantage = false, as rows with a reward of 0 train too"
-        )
-    if config.loss.baseline != "credit" and config.filter.drop_zero_advantage:
-        problems.append(
-            f"config key 'loss.baseline' = {config.loss.baseline!r}: needs filter.drop_zero_advantage = false, as rows "
-            "with an advantage of 0 count in the baseline"
-        )
     if config.loss.baseline != "credit" and config.loss.critic is not None:
         problems.append(
             f"config key 'loss.baseline' = {config.loss.baseline!r}: expected 'credit' with loss.critic, whose values "

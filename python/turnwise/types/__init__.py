@@ -41,6 +41,8 @@ from turnwise.types.model_calls import (
 from turnwise.types.play import (
     CHILD,
     CHILD_ACTORS,
+    PAID_LATER,
+    PAID_OTHERS,
     Actor,
     Artifact,
     EpisodeRequest,
@@ -63,6 +65,8 @@ __all__ = [
     "CHILD",
     "CHILD_ACTORS",
     "OK",
+    "PAID_LATER",
+    "PAID_OTHERS",
     "Actor",
     "AllowedTokens",
     "Artifact",

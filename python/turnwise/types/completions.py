@@ -23,8 +23,10 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     raw: str
-    """The text that the model sampled."""
+    """The text that the model sampled, with its marks."""
     status: str = OK
+    problem: str = ""
+    """What is wrong, as a text for the model."""
 
 
 @dataclass(frozen=True, slots=True)

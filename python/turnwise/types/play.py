@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
-from turnwise.utils.copies import deep_copy
+from turnwise.utils.copies import deep_copy, own_copy
 
 CHILD = "child"
 """Key of ``rollout.meta`` of a sub-agent's trajectory, with a dict of: ``actor``; ``attempt``, the id of the rollout
@@ -17,6 +17,12 @@ opened before; ``after``, the latest answer to the parent by then, as ``[actor, 
 
 CHILD_ACTORS = "child_actors"
 """Key of the ``rollout.meta`` of an attempt: the actors of its sub-agents that take its reward."""
+
+PAID_OTHERS = "paid_others"
+"""Key of ``step.info`` of an action in a tree: what other actors got for it at once, by actor."""
+
+PAID_LATER = "paid_later"
+"""Key of ``step.info``: the part of ``step.reward`` that later actions of others brought."""
 
 MAX_CONCURRENCY = 1024
 """Default ``max_concurrency`` of an arena and a run: concurrent model calls of all actors together."""
@@ -206,7 +212,9 @@ class GenerateResult:
 
 @dataclass(slots=True)
 class EpisodeState:
-    """The state of a running episode. ``data`` is its scratch space and the only part that ``fork`` copies deeply.
+    """The state of a running episode. ``data`` is its scratch space.
+
+    ``artifact`` is this attempt's own copy of the request's artifact, which hooks get. ``fork`` copies both deeply.
 
     Example: ``EpisodeState(current_actor="proposer", data={"grid": [[1, 0], [0, 1]]})``
     """
@@ -219,9 +227,10 @@ class EpisodeState:
     child_results: list[GenerateResult] = field(default_factory=list)
     last_completion_text: str = ""
     acted: tuple[str, ...] = ()
+    artifact: Any = None
 
     def fork(self, n: int) -> list[EpisodeState]:
-        """Return ``n`` independent copies. They share finished steps and child results, and copy ``data``.
+        """Return ``n`` independent copies. They share finished steps and child results alone.
 
         Raises ``TypeError`` for data that a copy would lose, such as an environment that is unpickled by calling its
         constructor.
@@ -241,11 +250,13 @@ class EpisodeState:
             setattr(self, name, getattr(fresh, name))
 
     def _copy(self) -> EpisodeState:
+        memo: dict[Any, Any] = {}  # an object in both stays one
         return replace(
             self,
             trajectory=list(self.trajectory),
             child_results=list(self.child_results),
-            data=deep_copy(self.data),
+            data=deep_copy(self.data, memo),
+            artifact=own_copy(self.artifact, memo),
         )
 
 

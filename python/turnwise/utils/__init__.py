@@ -1,5 +1,6 @@
-"""Small tools that any room may use: lookup of names, values from text, copies, files, threads, processes, memory.
+"""Small tools that any room may use: lookup of names, values from text, checks, copies, files, output, threads,
+processes.
 
-Read in this order: registry, literals, grouping, copies, files, threads, processes, memory, signals.
+Read in this order: registry, literals, values, grouping, copies, files, output, threads, processes, memory, signals.
 May import: the standard library.
 """

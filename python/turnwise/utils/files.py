@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+from turnwise.utils.values import check_texts
 
 MEMBERS = Path("cluster") / "members.json"
 """File of a run folder with the addresses of the run's processes. Its supervisor replaces it whole."""
@@ -20,6 +22,30 @@ EVENTS = Path("cluster") / "events.jsonl"
 
 KEY_VARIABLE = "TURNWISE_CLUSTER_KEY"
 """Environment variable with the secret of a run, with which its processes authenticate each other."""
+
+
+AnyPath = TypeVar("AnyPath", str, Path)
+
+
+def expanded(path: AnyPath) -> AnyPath:
+    """Return ``path`` with the home folder in place of a ``~`` or ``~user`` at its start."""
+    return type(path)(os.path.expanduser(path))
+
+
+class _Expanded:
+    """Marks a field of a pydantic model whose values are :func:`expanded`."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(expanded, handler(source))
+
+
+PathText = Annotated[str, _Expanded()]
+"""Type of an option that names a file or folder and stays a text, as it may also be another name."""
+
+FilePath = Annotated[Path, _Expanded()]
+"""Type of an option that is a path."""
 
 
 @contextmanager
@@ -64,7 +90,8 @@ def read_json_lines(path: str | PathLike[str]) -> Iterator[tuple[str, Any]]:
     """Yield each line of a JSON Lines file as its place, ``file:line``, and its value. Skips blank lines.
 
     Only ``\\n`` ends a line, not the other line separators in a text. A byte order mark is not part of a line.
-    Raises ``OSError`` for a file that can't be read, and ``ValueError`` that begins with the place of a bad line.
+    Raises ``OSError`` for a file that can't be read, and ``ValueError`` that begins with the place of a bad line, also
+    of one that fails :func:`check_texts`.
     """
     with Path(path).open("rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -72,9 +99,11 @@ def read_json_lines(path: str | PathLike[str]) -> Iterator[tuple[str, Any]]:
                 continue
             place = f"{path}:{number}"
             try:
-                yield place, parse_json_line(line)
+                value = parse_json_line(line)
+                check_texts(value)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
+            yield place, value
 
 
 def parse_json_line(line: bytes) -> Any:

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-import os
 import re
 import sys
 import tomllib
@@ -19,6 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from turnwise.utils.code_files import file_of, search_working_folder
+from turnwise.utils.output import tell
 
 _CODE = re.compile(r"(\w+:)?[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """A name that :func:`import_by_name` would import, or that with the prefix of another package's tasks."""
@@ -47,10 +49,8 @@ def import_by_name(registry: Mapping[str, Any], name: str, key: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
         raise ValueError(f"config key {key!r} = {name!r}: expected 'module:Name', for example 'my_rules:MyRule'")
-    # An installed script starts without the working folder on its path. Add it last, so that it hides no package.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
     # Import the module, then look up the attribute part by part.
+    search_working_folder()
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
@@ -103,9 +103,21 @@ def code_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def announce_code(settings: Any, what: str = "is imported") -> None:
-    """Print to stderr which code a configuration's plain data can name, before any of it is imported."""
-    if named := [f"{key} = {name!r}" for key, name in code_in(settings)]:
-        print(f"turnwise: the config can name code, which {what} here: {', '.join(named)}", file=sys.stderr)
+    """Print to stderr which code a configuration's plain data can name, and its files, before any is imported."""
+    files = {**code_files(settings), **(settings.get("code") or {})}
+    named = []
+    for key, name in code_in(settings):
+        file = files.get(name.split(":")[-2])
+        named.append(f"{key} = {name!r}" + (f" ({file})" if file else ""))
+    if named:
+        tell(f"the config can name code, which {what} here: {', '.join(named)}")
+
+
+def code_files(settings: Any) -> dict[str, str]:
+    """Return the file of each user's module that ``settings``, the data of a config, name; imports nothing."""
+    search_working_folder()
+    modules = dict.fromkeys(name.split(":")[-2] for _, name in code_in(settings))
+    return {module: str(file) for module in modules if (file := file_of(module)) is not None}
 
 
 def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:

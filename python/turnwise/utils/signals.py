@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
@@ -36,6 +37,37 @@ def exit_on_signals() -> Iterator[None]:
         before = {number: signal.signal(number, end) for number in handled}
     try:
         yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[Callable[[], int | None]]:
+    """Let the block end at a place of its own: yield a function that returns the first signal's number, or ``None``.
+
+    A second signal ends the process as it would without the block. Signals that this process ignores stay ignored.
+    """
+    seen: list[int] = []
+    last = 0.0
+    before: dict[signal.Signals, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal last
+        now, earlier = time.monotonic(), last
+        last = now
+        if not seen:
+            seen.append(number)
+        elif now - earlier >= TOGETHER:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            signal.raise_signal(number)
+
+    if threading.current_thread() is threading.main_thread():
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in handled}
+    try:
+        yield lambda: seen[0] if seen else None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

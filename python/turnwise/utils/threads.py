@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import contextvars
 import logging
 import multiprocessing
@@ -15,10 +14,11 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Collection, Coroutine, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from turnwise.utils.output import Output, safe_output, write_stderr
 from turnwise.utils.signals import asked_for, error_text
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def end_process(code: int) -> NoReturn:
 
     def end() -> NoReturn:
         if left := _left():
-            _print_safely(f"turnwise: ended, and left behind what still runs: {left}")
+            write_stderr(f"turnwise: ended, and left behind what still runs: {left}")
         logging.shutdown()
         os._exit(code)
 
@@ -117,8 +117,7 @@ def end_process(code: int) -> NoReturn:
     # Python waits for threads and processes that are no daemons, and runs what is registered for its end.
     threading.Thread(target=wait_and_end, name="turnwise-end", daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # user code may have closed it
-            stream.flush()
+        Output.over(stream).finish()
     if not _busy:
         sys.exit(code)
     atexit._run_exitfuncs()  # daemon threads that still run may crash Python's own end
@@ -135,11 +134,6 @@ def _left() -> str:
             child.terminate()  # it may hold the pipe that somebody reads to its end
             names[f"process {child.name} (terminated)"] += 1
     return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in sorted(names.items()))
-
-
-def _print_safely(line: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
 
 
 _own = DaemonThreads("own")
@@ -178,6 +172,15 @@ async def to_thread(function: Callable[P, T], /, *arguments: P.args, **options: 
 class _Loop(asyncio.SelectorEventLoop):
     """An event loop that user code can't end: it continues after ``loop.stop()``, and after an exit in a callback."""
 
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        super().__init__()
+        self.set_default_executor(DaemonThreads("default"))  # of code that calls ``asyncio.to_thread``
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process:  # a forked process would close what its parent waits for
+            super().__del__()
+
     def run_until_complete(self, future: Any) -> Any:
         task = asyncio.ensure_future(future, loop=self)
         while True:
@@ -195,32 +198,104 @@ class _Loop(asyncio.SelectorEventLoop):
                 f"{problem}: user code can't end the event loop, which continues", RuntimeWarning, stacklevel=2
             )
 
+    def cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+        """Cancel ``tasks``. Those that don't end within :data:`END_SECONDS` are left behind, with a warning."""
+        for task in tasks:
+            task.cancel()
+        if not tasks:
+            return
+        _, left = self.run_until_complete(asyncio.wait(tasks, timeout=END_SECONDS))
+        for task in left:
+            task._log_destroy_pending = False
+        if left:
+            names = ", ".join(sorted({task.get_name() for task in left}))
+            warnings.warn(f"{names}: cancelled, but still runs, and is left behind", stacklevel=2)
+
+    def end(self) -> None:
+        """Cancel all tasks, and close the loop."""
+        self.cancel(asyncio.all_tasks(self))
+        self.run_until_complete(self.shutdown_asyncgens())
+        self.close()
+
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
     """Run ``main`` in a new event loop, as ``asyncio.run`` does, and return its result.
 
     It ends within seconds: tasks and threads that still run are left behind, with a warning.
     """
-    runner = asyncio.Runner(loop_factory=_Loop)
-    loop = runner.get_loop()
-    loop.set_default_executor(DaemonThreads("default"))  # of code that calls ``asyncio.to_thread``
+    _check_no_loop_runs(main)
+    loop = _Loop()
     try:
-        return runner.run(main)
+        return _run(loop, main)
     finally:
-        if tasks := asyncio.all_tasks(loop):
-            for task in tasks:
-                task.cancel()
-            _, left = loop.run_until_complete(asyncio.wait(tasks, timeout=END_SECONDS))
-            for task in left:
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-            if left:
-                names = ", ".join(sorted({task.get_name() for task in left}))
-                warnings.warn(f"{names}: cancelled, but still runs, and is left behind", stacklevel=2)
-        else:
-            left = set()
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        if not left:
-            runner.close()
-        else:  # which would wait for them
-            asyncio.set_event_loop(None)
-            loop.close()
+        loop.end()
+
+
+class _Program:
+    """The event loop of this program, if it has one yet, and the right to run it."""
+
+    def __init__(self) -> None:
+        self.loop: _Loop | None = None
+        self.running = threading.Lock()
+
+
+_program = _Program()
+os.register_at_fork(after_in_child=lambda: _program.__init__())  # type: ignore[misc]
+
+
+def run_in_program(main: Coroutine[Any, Any, T]) -> T:
+    """Run ``main`` in the event loop of this program, which all such calls share, and return its result.
+
+    What user code keeps between the calls stays usable: clients, locks, tasks. The loop ends with the command, or with
+    the process. While it runs in another thread, ``main`` gets a loop of its own.
+    """
+    _check_no_loop_runs(main)
+    if not _program.running.acquire(blocking=False):
+        return run_to_end(main)
+    try:
+        if _program.loop is None:
+            _program.loop = _Loop()
+            atexit.register(end_program_loop)
+        with safe_output(of_run=True):
+            return _run(_program.loop, main)
+    finally:
+        _program.running.release()
+
+
+def end_program_loop() -> None:
+    """End the loop of :func:`run_in_program`, if there is one: cancel the tasks of user code in it."""
+    if _program.loop is None or not _program.running.acquire(blocking=False):
+        return
+    loop, _program.loop = _program.loop, None
+    atexit.unregister(end_program_loop)
+    try:
+        loop.end()
+    finally:
+        _program.running.release()
+
+
+def _check_no_loop_runs(main: Coroutine[Any, Any, Any]) -> None:
+    """Raise ``RuntimeError`` if this thread runs an event loop, in which no other can run."""
+    if asyncio._get_running_loop() is not None:
+        main.close()
+        raise RuntimeError(
+            "an event loop runs in this thread already, as in a notebook: make this call in another thread, such as "
+            "`await asyncio.to_thread(run.train)`"
+        )
+
+
+def _run(loop: _Loop, main: Coroutine[Any, Any, T]) -> T:
+    """Run ``main`` in ``loop``, as :class:`asyncio.Runner` does. If a signal ends it, it is cancelled."""
+    runner = asyncio.Runner(loop_factory=lambda: loop)
+    task: asyncio.Task[Any] | None = None
+
+    async def run() -> T:
+        nonlocal task
+        task = asyncio.current_task()
+        return await main
+
+    try:
+        return runner.run(run())
+    finally:
+        if task is not None and not task.done():
+            loop.cancel([task])

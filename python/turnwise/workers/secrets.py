@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from turnwise.utils.files import KEY_VARIABLE
+from turnwise.utils.output import Output
 
 _SECRET = re.compile(
     r"(AWS|AZURE|GOOGLE|GCP|CLOUDSDK|OCI|RAY|WANDB|HF|HUGGING_?FACE|HUGGINGFACEHUB|OPENAI|ANTHROPIC|KUBE|VAULT)_.*|"
@@ -49,8 +50,8 @@ def restart_without_secrets(names: Iterable[str], keep: Iterable[str] = ()) -> N
     os.close(sink)
     os.set_inheritable(source, True)
     arguments = [sys.executable, *sys.orig_argv[1:], "--key-fd", str(source)]
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        Output.over(stream).finish()
     os.execve(sys.executable, arguments, without_secrets(os.environ, keep))
 
 

@@ -215,8 +215,11 @@ def apply_outcomes(
 
 
 def share_artifacts(stores: Mapping[str, ArtifactStore], results: Iterable[GenerateResult]) -> None:
-    """Let rollouts hold the stores' own artifacts, as in one arena: their weights may change later."""
-    for rollout in (node.rollout for top in results for node in top.walk()):
+    """Let top rollouts hold the stores' own artifacts, as in one arena: their weights may change later.
+
+    Nested ones have the copies that their parents got.
+    """
+    for rollout in (top.rollout for top in results):
         if isinstance(rollout.artifact, Artifact):
             rollout.artifact = _own(stores, rollout.artifact)
 

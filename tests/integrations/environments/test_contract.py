@@ -192,11 +192,13 @@ async def test_evaluations_play_each_seat_against_a_random_player(build, case):
     ("case", "options", "moves", "rewards"),
     [
         param(LAKE, STILL, [move for step in WAY for move in (step, "left")], [0.0] * 10 + [1.0, 0.0]),
-        param(TICTACTOE, {}, [*(move for move in "0418" for _ in range(2)), "2", "3"], [0.0] * 8 + [1.0, 0.0]),
+        param(
+            TICTACTOE, {}, [*(move for move in "0418" for _ in range(2)), "2", "3"], [0.0] * 6 + [-1.0, 0.0, 1.0, 0.0]
+        ),
     ],
 )
 async def test_a_tree_pays_the_winning_move(build, case, options, moves, rewards):
-    """Of the last two branches one reaches the goal and earns 1, and the other earns nothing."""
+    """Of the last two branches one reaches the goal and earns 1, and the loser's last move costs it 1."""
     task = build(case, **options)
     tree = TreeSampler(branches=2, select="first")
     (rollout,) = await played(task, [request_of(task)], said(*(f"[{move}]" for move in moves)), tree=tree)

@@ -7,6 +7,7 @@ import json
 import aiohttp
 import pytest
 
+from turnwise.arena.runtime import watch
 from turnwise.credit import ATGRPOCredit
 from turnwise.samples.collect import collect_samples, mixed_prompts
 from turnwise.types import Actor, Sampling
@@ -103,7 +104,15 @@ def test_raw_chunks_come_in_order():
         assert [chunk.usage is not None for chunk in chunks if not chunk.choices] == [True] * has_usage
 
 
-def test_malformed_call_stays_text():
+def test_arguments_reach_the_agent_unescaped():
+    written = '<tool_call>{"name": "add", "arguments": {"a": "ü\\u00fc </tool_call> <b>\\n", "b": []}}</tool_call>'
+    [answer] = asked(Chat, [written], {"tools": [ADD]}).seen
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.arguments == '{"a": "üü </tool_call> <b>\\n", "b": []}'
+
+
+def test_malformed_call_stays_text_and_is_warned_of(monkeypatch):
+    monkeypatch.setattr(watch, "_warned", set())
     malformed = {
         "invalid_json": "<tool_call>{]</tool_call>",
         "unclosed_block": '<tool_call>{"name": "add"',
@@ -111,7 +120,11 @@ def test_malformed_call_stays_text():
         "malformed_structure": "<tool_call>[1]</tool_call>",
         "unknown_tool": '<tool_call>{"name": "sub", "arguments": {}}</tool_call>',
     }
-    played = asked(Chat, [f"So: {text}" for text in malformed.values()], *[{"tools": [ADD]}] * 5)
+    with pytest.warns(RuntimeWarning, match="a call of 'solver' can't be read") as warned:
+        played = asked(Chat, [f"So: {text}" for text in malformed.values()], *[{"tools": [ADD]}] * 5)
+    assert [status for status in malformed for one in warned if f"tool_calls/{status}/" in str(one.message)] == [
+        *malformed
+    ]
     for (status, text), answer, step in zip(malformed.items(), played.seen, played.steps, strict=True):
         message = answer.choices[0].message
         assert message.tool_calls is None and text in message.content, status

@@ -117,6 +117,7 @@ def test_the_table_of_the_config(module: str) -> None:
         "task": f"gateway:{module}:agent",
         "gateway": {"max_calls": 3},
         "policies": {"default": {"path": "tiny"}},
+        "rollout": {"group_size": 2},
     }
     config = config_from_dict(settings)
     task: Any = task_of(config)

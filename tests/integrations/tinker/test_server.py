@@ -87,7 +87,7 @@ def downloaded(server: TinkerServer, learner: TinkerLearner, folder: Path) -> di
 
 
 def update(learner: Any, batch: TrainingBatch) -> dict[str, float]:
-    return learner.update(batch, ["default"], 0.0, np.random.default_rng(0), lambda *_: None).metrics["default"]
+    return learner.update(batch, ["default"], {}, np.random.default_rng(0), lambda *_: None).metrics["default"]
 
 
 @pytest.mark.representative

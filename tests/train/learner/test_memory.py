@@ -51,7 +51,7 @@ def work(folder: Path) -> None:
         learner.follow()
     else:
         for step in range(2):
-            learner.update(make_batch(), ["default"], 0.0, np.random.default_rng(step), lambda done, total: None)
+            learner.update(make_batch(), ["default"], {}, np.random.default_rng(step), lambda done, total: None)
         learner.stop()
     (folder / f"{rank}.json").write_text(json.dumps({"MiB": peak() - bare, "parameters": size}))
     if mesh is not None:

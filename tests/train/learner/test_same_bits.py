@@ -26,6 +26,7 @@ import torch
 
 from turnwise.run.build import train_from_config
 from turnwise.train import Policy
+from turnwise.train.loss_terms import keep_their_rows
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import config_from_dict
 
@@ -100,6 +101,7 @@ def test_a_run_equals_the_loop_written_out(make_trainer) -> None:
 
     async def train() -> None:
         arena, config = other.arena, other.config
+        keep_their_rows(other)
         for _ in range(config.steps):
             batch = arena.assign_credit_and_pack(await arena.sample())
             for policy in other.policies.values():

@@ -224,7 +224,7 @@ def report(mesh: Any, path: Path) -> dict[str, Any]:
 
 def step(learner: Learner, number: int) -> dict[str, Tensor]:
     """Make the ``number``-th step, and return the weights after it."""
-    learner.update(make_batch(), ["default"], 0.0, np.random.default_rng(number), lambda done, total: None)
+    learner.update(make_batch(), ["default"], {}, np.random.default_rng(number), lambda done, total: None)
     return learner.send("default", clones)
 
 
@@ -283,7 +283,7 @@ def pair(folder: Path, mesh: Any) -> dict[str, Any]:
     rng = np.random.default_rng(5)
 
     def step(phase: list[str]) -> dict[str, Any]:
-        updated = learner.update(batch, phase, 0.25, rng, lambda done, total: None)
+        updated = learner.update(batch, phase, dict.fromkeys(phase, 0.25), rng, lambda done, total: None)
         weights = {name: learner.send(name, clones, base=True) for name in policies}
         drawn = int(rng.integers(2**40))
         return {"metrics": updated.metrics, "moved": updated.moved, "weights": weights, "drawn": drawn}
@@ -543,8 +543,8 @@ def test_copies_of_the_weights_train_as_one(alone: Any, folder: Path, tmp_path: 
 
 
 def assert_close(got: dict[str, float], want: dict[str, float], case: Any) -> None:
-    # Three numbers depend on the cut into micro-batches, in one process too.
-    cut = {"unique_token_share", "ess", "first/ess", "second/ess"}
+    # How many tokens micro-batches share depends on the cut, in one process too.
+    cut = {"unique_token_share"}
     assert got.keys() == want.keys()
     for name in got.keys() - cut:
         assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (case, name)

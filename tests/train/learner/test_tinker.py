@@ -158,7 +158,8 @@ def make_learner(config: TrainConfig, policies: dict[str, Policy]) -> TinkerLear
 def train(learner: Any, batches: int = 2) -> list[dict[str, dict[str, float]]]:
     rng = np.random.default_rng(7)
     steps = range(batches)
-    return [learner.update(make_batch(seed), NAMES, 0.1 * (seed + 1), rng, lambda *_: None).metrics for seed in steps]
+    shares = [dict.fromkeys(NAMES, 0.1 * (seed + 1)) for seed in steps]
+    return [learner.update(make_batch(seed), NAMES, shares[seed], rng, lambda *_: None).metrics for seed in steps]
 
 
 CASES = {
@@ -235,9 +236,9 @@ def test_a_policy_without_rows_and_one_out_of_phase_do_not_train() -> None:
     batch = make_batch()
     batch.policy_index[:] = 0
     rng = np.random.default_rng(0)
-    updated = learner.update(batch, ["solver", "reviser"], 0.0, rng, lambda *_: None)
+    updated = learner.update(batch, ["solver", "reviser"], {}, rng, lambda *_: None)
     assert updated.metrics["reviser"] == {} and updated.trained == updated.moved == {"solver"}
-    assert learner.update(batch, ["reviser"], 0.0, rng, lambda *_: None).trained == set()
+    assert learner.update(batch, ["reviser"], {}, rng, lambda *_: None).trained == set()
     assert [policy.version for policy in learner.policies.values()] == [1, 0]
     # A server takes each name once, and a rewound run publishes a version again.
     config = config_of()
@@ -266,11 +267,11 @@ def test_bad_rows_are_not_sent() -> None:
     batch = make_batch()
     batch.advantages[2] = float("nan")
     with pytest.raises(FloatingPointError, match="'solver': nothing was sent: 1 rows are not finite: row 2"):
-        learner.update(batch, NAMES, 0.0, rng, lambda *_: None)
+        learner.update(batch, NAMES, {}, rng, lambda *_: None)
     batch = make_batch()
     batch.temperatures[1] = 0.7
     with pytest.raises(ValueError, match=r"'reviser': rows sampled at temperatures \[0\.69.*, 1\.0\].* trains at 1"):
-        learner.update(batch, ["reviser"], 0.0, rng, lambda *_: None)
+        learner.update(batch, ["reviser"], {}, rng, lambda *_: None)
     assert not any(adapter.sent for adapter in learner.adapters.values())
     config = config_of()
     policies = make_policies(config)
@@ -287,8 +288,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     train(whole, batches=1)
     saved = whole.save(tmp_path, 1, {"of": "the run"})
     after = torch.rand(1)
-    rng = np.random.default_rng(5)
-    expected = whole.update(make_batch(3), NAMES, 0.5, rng, lambda *_: None).metrics
+    rng, shares = np.random.default_rng(5), dict.fromkeys(NAMES, 0.5)
+    expected = whole.update(make_batch(3), NAMES, shares, rng, lambda *_: None).metrics
     # Another process: new adapters on the same server.
     parts = make_learner(config, make_policies(config))
     for name, adapter in parts.adapters.items():
@@ -296,7 +297,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     torch.manual_seed(99)
     assert parts.load(saved) == (1, {"of": "the run"})
     assert torch.equal(torch.rand(1), after)
-    assert parts.update(make_batch(3), NAMES, 0.5, np.random.default_rng(5), lambda *_: None).metrics == expected
+    assert parts.update(make_batch(3), NAMES, shares, np.random.default_rng(5), lambda *_: None).metrics == expected
     assert [policy.version for policy in parts.policies.values()] == [2, 2]
 
 

@@ -22,7 +22,7 @@ UntrustedValueError = UntrustedNameError
 def encode(value: Any, *, strict: bool = False) -> Any:
     """Return ``value`` as plain JSON. :func:`decode` turns it into an equal value of the same types.
 
-    A value that can't be written is kept as its ``repr``; decoding it raises :class:`UnserializableValueError`. With
+    A value that can't be written is kept as its text; decoding it raises :class:`UnserializableValueError`. With
     ``strict``, it raises ``TypeError`` instead. ``RoutedExperts`` in a dict are left out, as in all records.
 
     Example: ``encode({"cell": (1, 2)}) == {"cell": {"$tuple": [1, 2]}}``

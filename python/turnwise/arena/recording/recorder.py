@@ -184,12 +184,19 @@ def unique_key(claimed: dict[str, int], place: str) -> str:
 
 def comparable(value: Any) -> Any:
     """Return the arguments of an input as a replay compares them: plain values as JSON, other objects by type."""
+    try:
+        return _comparable(value)
+    except Exception:  # of any object's code, and of a value that contains itself
+        return f"<{type(value).__name__}>"
+
+
+def _comparable(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): comparable(item) for key, item in value.items()}
+        return {str(key): _comparable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [comparable(item) for item in value]
+        return [_comparable(item) for item in value]
     return f"<{type(value).__name__}>"
 
 

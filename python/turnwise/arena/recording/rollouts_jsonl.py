@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +12,16 @@ from typing import Any
 from turnwise.arena.recording.lossless_json import UntrustedValueError, decode
 from turnwise.arena.recording.recorder import ENDED, FORMAT
 from turnwise.arena.runtime.hashing import content_digest
+from turnwise.state import StateDict, StateList, to_python
 from turnwise.state.codec import CodecError
 from turnwise.types import EpisodeRequest, GenerateResult, RoutedExperts, Step
+from turnwise.utils.output import text_of
+
+DEEPEST = 200
+"""Most containers around a value in a record; Python's JSON ends at about a thousand."""
+
+LONGEST = 10_000
+"""Most bits of a number in a record; longer ones are text, as Python prints and reads none of over 4,300 digits."""
 
 
 def plain_result(result: GenerateResult) -> dict[str, Any]:
@@ -41,34 +50,55 @@ def group_text(group_id: Hashable) -> str:
         return group_id
     try:
         return f"#{content_digest(group_id).hex()}"
-    except TypeError:
-        return repr(group_id)
+    except Exception:  # of any object, also one that contains itself
+        return text_of(group_id)
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: Any, above: tuple[int, ...] = ()) -> Any:
     """Return ``value`` with its containers in JSON types. It accepts any object, as logging must not stop a run.
 
-    Leaves :class:`RoutedExperts` out: they have hundreds of bytes per token, and only training reads them.
+    A container that is in itself, or deeper than :data:`DEEPEST`, becomes a note. Leaves :class:`RoutedExperts` out:
+    they have hundreds of bytes per token, and only training reads them. ``above`` are the ids of the containers around.
     """
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items() if not isinstance(item, RoutedExperts)}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: jsonable(getattr(value, field.name)) for field in fields(value)}
+    if value is None or type(value) in (str, float, bool):
+        return value
+    if isinstance(value, int):
+        return hex(value) if value.bit_length() > LONGEST else value
+    if isinstance(value, (StateDict, StateList)):
+        value = to_python(value)
+    if isinstance(value, (Mapping, list, tuple)) or (is_dataclass(value) and not isinstance(value, type)):
+        if id(value) in above or len(above) > DEEPEST:
+            return f"<{type(value).__name__} {'in itself' if id(value) in above else 'nested too deeply'}>"
+        try:
+            return _contents(value, (*above, id(value)))
+        except Exception:  # of any object's code
+            return text_of(value)
     return value
+
+
+def _contents(value: Any, above: tuple[int, ...]) -> Any:
+    if isinstance(value, Mapping):
+        kept = {key: item for key, item in value.items() if not isinstance(item, RoutedExperts)}
+        return {text_of(key): jsonable(item, above) for key, item in kept.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item, above) for item in value]
+    return {field.name: jsonable(getattr(value, field.name), above) for field in fields(value)}
 
 
 def json_line(row: Mapping[str, Any]) -> str:
     """Return ``row`` as one line of JSON. Objects without a JSON form become numbers or text."""
-    return json.dumps(row, default=_json_default)
+    try:
+        return json.dumps(row, default=_json_default)
+    except (ValueError, TypeError, RecursionError):
+        return json.dumps(jsonable(row), default=_json_default)
 
 
 def _json_default(value: Any) -> Any:
     """Return a numpy or torch scalar as a Python number, any other object as text."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        return value.item()
-    return str(value)
+    with suppress(Exception):  # of any object's code
+        if getattr(value, "shape", None) == () and isinstance(number := value.item(), (bool, int, float)):
+            return number
+    return text_of(value)
 
 
 class RecordError(ValueError):

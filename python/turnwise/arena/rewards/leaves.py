@@ -38,9 +38,10 @@ def finalize_steps(state: EpisodeState, rollout: Rollout, children: Sequence[Gen
     state.child_results = list(unique.values())
 
 
-def scratch_rollout(rollout: Rollout, steps: Sequence[Step]) -> Rollout:
-    """Return a rollout of ``steps`` that hooks and reward functions may write to, without effect on ``rollout``."""
-    return replace(rollout, steps=list(steps), rewards={}, extras={}, metrics={}, meta=dict(rollout.meta))
+def scratch_rollout(rollout: Rollout, steps: Sequence[Step], state: EpisodeState) -> Rollout:
+    """Return a rollout of ``steps`` up to ``state``, which may be written to without effect on ``rollout``."""
+    meta = dict(rollout.meta)
+    return replace(rollout, artifact=state.artifact, steps=list(steps), rewards={}, extras={}, metrics={}, meta=meta)
 
 
 async def score_leaf(
@@ -85,7 +86,7 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
             step.info.setdefault("ends", []).append(number)
         scope = context.branch(f"end{number}", end.state)
         scope.lazy_rng, scope.private = end.context.lazy_rng.fork(), end.context.private.copy()
-        scope.rollout = scratch_rollout(rollout, end.steps)
+        scope.rollout = scratch_rollout(rollout, end.steps, end.state)
         scopes.append(scope)
 
     others = [end.state for number, end in enumerate(ends) if number != (own or 0)]

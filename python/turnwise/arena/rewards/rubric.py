@@ -23,6 +23,7 @@ from turnwise.types import CHILD_ACTORS, EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import unique_names
 from turnwise.utils.signals import contained
+from turnwise.utils.values import listed
 
 ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state", "thought")
 """Arguments that a reward function may take. ``completion`` is what the last selected action said, ``thought`` what the
@@ -101,8 +102,8 @@ class Rubric:
 
     A function gets the arguments that it names, see ``ARGUMENTS``. A function of two arguments with other names gets
     the rollout and the arena, in this order. A function that names ``rollouts`` is a group function: it runs after the
-    last rollout of a question has finished, gets all finished ones, and returns a value for each. If it fails, its
-    whole group fails.
+    last rollout of a question has finished, gets all finished ones, and returns a value for each: a list in their
+    order, a dict by ``rollout.id``, or one number for all. If it fails, its whole group fails.
 
     The arena mixes the rewards (:class:`RewardMix`) if the rubric names the parts: ``own`` lists the functions of an
     actor's own part, all others are the team's; ``valid`` lists functions that give the share of an actor's valid
@@ -131,10 +132,11 @@ class Rubric:
         own: Collection[RewardFunction] = (),
         valid: Collection[RewardFunction] = (),
     ) -> None:
-        if callable(funcs) or not isinstance(funcs, Iterable):
+        if callable(funcs):
             raise TypeError(f"funcs={funcs!r}: expected a list of reward functions")
-        self.funcs = list(funcs)
-        self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
+        self.funcs = listed(funcs, f"funcs={funcs!r}")
+        given = [1.0] * len(self.funcs) if weights is None else listed(weights, f"weights={weights!r}")
+        self.weights = [float(weight) for weight in given]
         if len(self.weights) != len(self.funcs):
             raise ValueError(f"weights={self.weights!r}: expected one for each of the {len(self.funcs)} functions")
         if not all(math.isfinite(weight) for weight in self.weights):
@@ -210,13 +212,7 @@ class Rubric:
             for rollout in rollouts:
                 settle_steps(rollout)
         for index, column in zip(self._grouped, columns, strict=True):
-            is_one = not isinstance(column, Iterable) or getattr(column, "ndim", 1) == 0
-            values = [column] * len(rollouts) if is_one else list(column)
-            if len(values) != len(rollouts):
-                raise ValueError(
-                    f"group function {self.names[index]!r} gave {len(values)} values: expected one for each of the "
-                    f"{len(rollouts)} rollouts"
-                )
+            values = _one_for_each(column, rollouts, f"group function {self.names[index]!r}")
             for score, rollout, value in zip(scores, rollouts, values, strict=True):
                 self._add(score, index, value, rollout, _mix_of(arena, rollout))
         return scores
@@ -284,6 +280,24 @@ class Rubric:
             return error.reward or 0.0
         except Exception as error:
             return await self._handle(call, error)
+
+
+def _one_for_each(column: Any, rollouts: Sequence[Rollout], where: str) -> list[Any]:
+    """Return the value of each of ``rollouts`` in ``column``. Raises an error if it lacks one."""
+    if isinstance(column, Mapping):
+        ids = [rollout.id for rollout in rollouts]
+        if set(column) != set(ids):
+            raise ValueError(
+                f"{where} gave a dict with the keys {list(column)!r:.80}: expected the ids of the {len(ids)} rollouts "
+                f"({ids[0]!r}, ...), or a list with a value for each, in their order"
+            )
+        return [column[id] for id in ids]
+    if not isinstance(column, Iterable) or getattr(column, "ndim", 1) == 0:
+        return [column] * len(rollouts)
+    values = listed(column, f"{where} gave {type(column).__name__}")
+    if len(values) != len(rollouts):
+        raise ValueError(f"{where} gave {len(values)} values: expected one for each of the {len(rollouts)} rollouts")
+    return values
 
 
 def _mix_of(arena: ArenaForHooks | None, rollout: Rollout) -> RewardMix:

@@ -26,6 +26,7 @@ from turnwise.types import (
     Rollout,
     Step,
 )
+from turnwise.utils.copies import own_copy
 
 _OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts", CHILD_ACTORS)
 """Keys of ``rollout.meta`` that belong to one attempt. A retry starts without them."""
@@ -95,6 +96,8 @@ class EpisodeContext:
     """Finished paths of a tree-sampled episode that has several."""
     forked: list[EpisodeState] = field(default_factory=list)
     """Earlier states of a tree, to close when the episode ends."""
+    original: Any = None
+    """The artifact as it was requested; while the episode plays, its state and its rollout have a copy."""
 
     @property
     def rng(self) -> random.Random:
@@ -351,6 +354,19 @@ def use_context(context: EpisodeContext) -> Iterator[EpisodeContext]:
         yield context
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def own_artifact(context: EpisodeContext) -> Iterator[None]:
+    """Give one attempt its own copy of the artifact, in its state and its rollout. Afterwards the rollout has the
+    original again: whatever the attempt changes, its siblings, a retry, stores and records don't see it."""
+    rollout = context.rollout
+    context.original = rollout.artifact
+    rollout.artifact = context.state.artifact = own_copy(context.original)
+    try:
+        yield
+    finally:
+        rollout.artifact = context.original
 
 
 def make_forkable(state: EpisodeState) -> None:

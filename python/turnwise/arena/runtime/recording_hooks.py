@@ -8,9 +8,12 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast
 
 from turnwise.arena.runtime.context import EpisodeContext, current_context, use_context
+from turnwise.types import Artifact
+from turnwise.utils.copies import own_copy
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -55,7 +58,7 @@ async def _await_in(aside: EpisodeContext, value: Awaitable[T]) -> T:
 def records_input(*, draws: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Record the answers of a store's method inside episodes, since they depend on other episodes.
 
-    The store must have a ``label``. An iterator is recorded as a list.
+    The store must have a ``label``. An iterator is recorded as a list. An episode gets its own copy of an artifact.
     """
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
@@ -72,11 +75,18 @@ def records_input(*, draws: bool = False) -> Callable[[Callable[P, T]], Callable
 
             said = (*arguments, options) if options else arguments
             answer = _record(f"{self.label}.{method.__name__}", said, call, draws=draws)
-            return iter(answer) if iterates else answer
+            return iter(answer) if iterates else _own_artifacts(answer)
 
         return cast("Callable[P, T]", asked)
 
     return decorate
+
+
+def _own_artifacts(answer: Any) -> Any:
+    """Return copies of the artifacts that a store gave, so that no episode changes what the store holds."""
+    if isinstance(answer, Artifact):
+        return replace(answer, data=own_copy(answer.data), meta=own_copy(answer.meta))
+    return [*map(_own_artifacts, answer)] if type(answer) is list else answer
 
 
 def recorded_timeout(context: EpisodeContext | None, when: float | None) -> AbstractAsyncContextManager[Any]:

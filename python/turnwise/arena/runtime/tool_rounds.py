@@ -14,7 +14,7 @@ from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.model_call import to_messages
 from turnwise.arena.runtime.recording_hooks import record_input
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
-from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted
+from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted, warn_once
 from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import well_formed_texts
@@ -26,6 +26,9 @@ from turnwise.utils.signals import UserCodeError, error_text
 
 ROUND = "round"
 """Key of ``step.info``: the number of the answer within a turn with tools, from 0."""
+
+UNNAMED = "unknown"
+"""The name of a call whose own can't be read."""
 
 RunTool = Callable[[str, dict[str, Any]], Any]
 """``run_tool(name, arguments)`` answers calls of tools that are only schemas."""
@@ -41,8 +44,9 @@ async def call_with_tools(
 ) -> ModelResponse:
     """Ask ``actor`` until an answer calls no tool, and return that answer. Each answer is a step of the same turn.
 
-    The results of one answer's calls come in the order of the calls. After ``max_tool_rounds`` results, the actor
-    answers once more, and calls in that answer stay text. A later prompt extends the sampled tokens.
+    The results of one answer's calls come in the order of the calls; that of a call that can't be read is an error.
+    After ``max_tool_rounds`` results, the actor answers once more, and calls in that answer stay text. A later prompt
+    extends the sampled tokens.
     """
     with not_counted():
         functions, tools = by_name(actor.tools), schemas(actor.tools)
@@ -69,20 +73,22 @@ async def call_with_tools(
         if step is not None:
             step.info[ROUND] = number
             if parsed.calls:
-                step.info["tool_calls"] = [call.status for call in parsed.calls]
-        calls = parsed.good_calls
-        if not calls:
+                step.info["tool_calls"] = [made.status for made in parsed.calls]
+        if not last:
+            _count_calls(actor.id, parsed.calls)
+        if not parsed.calls:
             return response
-        # Of more calls than an answer may make, one gets the reason. The others stay text.
+        calls = [_named(made, response.finish_reason) for made in parsed.calls]
+        # Of more calls than an answer may make, one gets the reason.
         surplus = len(calls) - actor.max_tool_calls
         if surplus > 0:
             count("tool_calls_not_run", surplus)
-            parsed, calls = _shortened(parsed, actor.max_tool_calls + 1), calls[: actor.max_tool_calls + 1]
+            calls = calls[: actor.max_tool_calls + 1]
         names = [f"call_{number}_{index}" for index in range(len(calls))]
-        answer = parsed.message(names)
+        answer = _with_all_calls(parsed, calls).message(names)
         chats.add(messages, tools, asked.ids, format.cut(response.completion_token_ids), answer)
         run = calls[: actor.max_tool_calls]
-        results = await gather_or_cancel([_result(one, functions[one.name], run_tool, actor) for one in run])
+        results = await gather_or_cancel([_result(one, functions.get(one.name), run_tool, actor) for one in run])
         if surplus > 0:
             limit = f"an answer may call {actor.max_tool_calls} tools"
             results.append(f"error: {limit}: {surplus} further calls were not run")
@@ -152,7 +158,9 @@ def _plain(found: Any) -> Any:
 
 
 async def _result(call: ToolCall, function: Callable[..., Any] | None, run_tool: RunTool, actor: Actor) -> str:
-    """Return the result of one call, recorded for replays."""
+    """Return the result of one call, recorded for replays; the reason as an error if it can't be read."""
+    if call.status != OK:
+        return f"error: {call.status}: {call.problem}"
 
     async def ask(name: str, arguments: dict[str, Any]) -> str:
         if function is None:
@@ -182,7 +190,38 @@ def _bound(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable[[
     return bound
 
 
-def _shortened(parsed: ParsedCompletion, count: int) -> ParsedCompletion:
-    """Return ``parsed`` with its first ``count`` good calls alone."""
-    good = [index for index, one in enumerate(parsed.calls) if one.status == OK]
-    return replace(parsed, calls=parsed.calls[: good[count - 1] + 1])
+def warn_of_unread(actor: str, calls: Sequence[ToolCall]) -> None:
+    """Warn of the first call of ``actor`` with each status other than ``"ok"``."""
+    for made in calls:
+        if made.status != OK:
+            warn_once(
+                ("tool_calls", actor, made.status),
+                f"a call of {actor!r} can't be read, and is counted as tool_calls/{made.status}/{actor}: "
+                f"{made.problem}: {made.raw[:200]!r}",
+            )
+
+
+def _count_calls(actor: str, calls: Sequence[ToolCall]) -> None:
+    """Count the calls of an answer in the metrics of the running episode, by their status."""
+    context = current_context()
+    counts: dict[str, float] = {} if context is None else context.rollout.metrics
+    counts.setdefault(f"tool_calls/{OK}/{actor}", 0.0)
+    for made in calls:
+        name = f"tool_calls/{made.status}/{actor}"
+        counts[name] = counts.get(name, 0.0) + 1
+    warn_of_unread(actor, calls)
+
+
+def _named(made: ToolCall, finish_reason: str) -> ToolCall:
+    """Return a call with a name to which its result can refer, and with the reason if a limit cut it."""
+    cut = made.status == "unclosed_block" and finish_reason == "length"
+    problem = f"{made.problem}: the answer reached its token limit" if cut else made.problem
+    return replace(made, name=made.name or UNNAMED, problem=problem)
+
+
+def _with_all_calls(parsed: ParsedCompletion, calls: Sequence[ToolCall]) -> ParsedCompletion:
+    """Return the answer with ``calls``, also those that can't be read: each has a result. Others stay text."""
+    answer = parsed.answer
+    for made in calls:
+        answer = answer if made.status == OK else answer.replace(made.raw, "", 1)
+    return replace(parsed, answer=answer, calls=tuple(replace(made, status=OK) for made in calls))

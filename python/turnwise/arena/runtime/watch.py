@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from turnwise.arena.runtime.context import current_context
+from turnwise.types import Rollout
 from turnwise.utils.registry import name_of, unwrapped
 from turnwise.utils.signals import asked_for, error_text, exited
 
@@ -201,6 +202,24 @@ def count(metric: str, amount: int = 1) -> None:
     if context is not None:
         mishaps = context.rollout.meta.setdefault(MISHAPS, {})
         mishaps[metric] = mishaps.get(metric, 0) + amount
+
+
+def count_without_calls(rollout: Rollout, has_parts: bool, is_evaluation: bool) -> None:
+    """Count the running episode if no actor of it called a model, and it has no parts (children, continuations) either.
+
+    A measured episode of an evaluation is complete without calls: its agent may call models of another server.
+    """
+    acted = has_parts or any(step.actor_id is not None for step in rollout.steps)
+    if acted or (is_evaluation and rollout.metrics):
+        return
+    count("episodes/without_calls")
+    lost = "baselines" if rollout.rewards else "rewards, success and baselines"
+    warn_once(
+        ("without_calls", rollout.episode_type),
+        f"an attempt of episode {rollout.episode_type!r} called no model of its actors, and is counted as "
+        "episodes/without_calls: where a cache or another client answers, there is nothing to train, and the attempt "
+        f"has no part in {lost}",
+    )
 
 
 def count_in_process(metric: str) -> None:

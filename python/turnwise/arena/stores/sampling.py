@@ -16,6 +16,7 @@ from typing import Protocol
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.recording_hooks import records_input
 from turnwise.types import Artifact
+from turnwise.utils.values import listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,7 @@ class WeightedPool:
     ) -> None:
         weights = rule.weights(artifacts, outcomes, plays) if artifacts else None
         if weights is not None:
+            weights = listed(weights, f"{type(rule).__name__}.weights")
             check_weights(weights, len(artifacts), rule)
             artifacts = [item for item, weight in zip(artifacts, weights, strict=True) if weight > 0]
             weights = [weight for weight in weights if weight > 0]

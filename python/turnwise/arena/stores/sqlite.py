@@ -5,8 +5,8 @@ statistics have a row per revision. Going back deletes newer rows. So a checkpoi
 :meth:`SqliteStore.prune_revisions_before` deletes rows that no checkpoint needs any more.
 
 Each change is one transaction in a write-ahead log, so a kill leaves all of it or nothing. Other processes may read at
-any time. One process writes, or several that all set ``shared``. Each reads the others' changes before it writes its
-own.
+any time; what several queries read is of one moment. One process writes, or several that all set ``shared``. Each reads
+the others' changes before it writes its own.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class SqliteStore:
     # -- reading -------------------------------------------------------------------------------------------------------
     def news(self) -> ExternalChanges | None:
         """Return changes by others since the last call or write, at first everything; ``None`` if there are none."""
-        with self._lock, self._explained():
+        with self._reading():
             query = "SELECT revision, rewinds, oldest, made, plays FROM store"
             revision, rewinds, oldest, made, plays = self._run(query).fetchone()
             if (revision, rewinds) == (self._seen, self._rewinds):
@@ -179,7 +179,7 @@ class SqliteStore:
 
     def preexisting_ids(self) -> frozenset[str]:
         """Return the ids of present artifacts that were added before the run began, see :meth:`save_revision`."""
-        with self._lock, self._explained():
+        with self._reading():
             query = "SELECT id FROM artifacts WHERE added <= ? AND removed IS NULL"
             return frozenset(id for (id,) in self._run(query, (self._begun,)))
 
@@ -335,6 +335,20 @@ class SqliteStore:
                 raise
 
     # -- inside --------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Let the block's queries read the file as of one moment: that of the first one, or of the open transaction."""
+        with self._lock, self._explained():
+            if self._database.in_transaction:
+                yield
+                return
+            self._run("BEGIN")
+            try:
+                yield
+            finally:
+                if self._database.in_transaction:
+                    self._database.execute("COMMIT")
+
     def _run(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
         if os.getpid() != self._pid:
             raise RuntimeError(f"{self.path} was opened in another process: open the store again in this one")

@@ -20,6 +20,7 @@ from turnwise.arena.stores.holdout import HashSplit, StoreSplit
 from turnwise.arena.stores.sampling import AttemptStats, Samplable, SamplingRule, WeightedPool, find_rule
 from turnwise.arena.stores.sqlite import SqliteStore
 from turnwise.types import Artifact
+from turnwise.utils.copies import own_copy
 
 _AT_ONCE = contextlib.nullcontext()
 
@@ -141,7 +142,10 @@ class ArtifactStore(Samplable):
                 made_by = source if context is None else context.rollout.id
                 new_id = self._free_id() if id is None else id
                 ids = _parent_ids(parents)
-                artifact = Artifact(new_id, detach_from_state(data), weight, made_by, dict(meta or {}), ids, self.run)
+                data = detach_from_state(data)
+                if current_context() is not None:  # the episode may change its object afterwards
+                    data, meta = own_copy(data), own_copy(meta)
+                artifact = Artifact(new_id, data, weight, made_by, dict(meta or {}), ids, self.run)
             contents = self._contents
             # Refuse a taken id, a wrong weight, and with ``dedup`` known content.
             if artifact.id in contents.artifacts:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise.arena.trees.value import mean_return
-from turnwise.types import EpisodeState, Step
+from turnwise.types import PAID_OTHERS, EpisodeState, Step
 
 Selector = Callable[[Sequence[Step], random.Random], int]
 """Returns the index of the branch that goes on, from the scored steps of all branches and a seeded generator."""
@@ -59,7 +59,7 @@ Under ``"mixed"`` a uniform draw often replaces the selector, see :meth:`TreeSam
 
 def _value(earned: float, step: Step) -> float | None:
     worth = mean_return(step.info["playouts"])
-    return None if worth is None else (step.reward or 0.0) + worth
+    return None if worth is None else (step.reward or 0.0) + sum(step.info.get(PAID_OTHERS, {}).values()) + worth
 
 
 BRANCH_SCORES: dict[str, Callable[[float, Step], float | None]] = {
@@ -68,8 +68,8 @@ BRANCH_SCORES: dict[str, Callable[[float, Step], float | None]] = {
     "value": _value,
 }
 """Scores of a branch, from the reward earned before its action and the action's step. ``reward``: the action's reward.
-``return``: the sum of both. ``value``: the action's reward plus the mean return of playouts from there, or ``None`` if
-no playout ended."""
+``return``: the sum of both. ``value``: all actors' rewards for the action plus the mean return of playouts from there,
+or ``None`` if no playout ended."""
 
 
 BEST_SHARE = 0.5

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from turnwise.arena.rewards.invalid_action import CONTEXT
+from turnwise.arena.rewards.others import pay_others
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, use_context
 from turnwise.arena.runtime.hashing import derive_seed
@@ -90,7 +91,7 @@ class TreeSearch:
 
     Example::
 
-        search = TreeSearch(episode, sampler, arena, artifact, context)
+        search = TreeSearch(episode, sampler, arena, context)
         while search.is_running:
             await search.expand_once()
         state = search.finish()
@@ -101,13 +102,12 @@ class TreeSearch:
         episode: BranchingEpisode,
         sampler: TreeSampler,
         arena: ArenaForHooks,
-        artifact: Any,
         context: EpisodeContext,
     ) -> None:
-        self.episode, self.sampler, self.arena, self.artifact = episode, sampler, arena, artifact
+        self.episode, self.sampler, self.arena = episode, sampler, arena
         self.root = context
         self.beams = context.beams or [Beam(context)]
-        self.estimator = ValueEstimator(episode, arena, artifact, context, sampler.playouts)
+        self.estimator = ValueEstimator(episode, arena, context, sampler.playouts)
         self._num_moved = len(context.steps)
         self._open_scopes: list[EpisodeContext] = []
         self._lost: list[EpisodeState] = []
@@ -167,6 +167,7 @@ class TreeSearch:
         root.unselected_children = [child for child in root.unselected_children if id(child) not in own]
         root.beams = []
         root.rollout.metrics |= draw_share(root.steps)
+        pay_others([beam.steps for beam in beams])
         if self.sampler.has_many_leaves and any(beam.from_branch is not None for beam in beams):
             _count(root, "tree/ends", len(beams))
             root.ends, root.rollout.meta["own_end"] = beams, None if self.sampler.select is None else number
@@ -190,7 +191,7 @@ class TreeSearch:
         """Return the next action of each beam that takes one. The other beams skip this turn."""
 
         async def prompt(beam: Beam) -> Any:
-            return await hook(self.episode.build_messages, beam.state, self.arena, self.artifact)
+            return await hook(self.episode.build_messages, beam.state, self.arena, beam.state.artifact)
 
         prompts = await self._each([beam for beam in self.beams if not beam.ended], prompt)
         for beam, messages in prompts:
@@ -218,7 +219,8 @@ class TreeSearch:
         # Only a failed model call loses a branch. A bug in the game must not hide in a count, so it fails the episode.
         with use_context(scope), contained("a branch"):
             try:
-                return await self.episode.take_action(scope.state, action.messages, self.arena, self.artifact)
+                state = scope.state
+                return await self.episode.take_action(state, action.messages, self.arena, state.artifact)
             except ModelError as error:
                 return error
 
@@ -230,7 +232,8 @@ class TreeSearch:
             action.outgrown, beam.ended, beam.state.done = True, CONTEXT, True
 
     async def _pass_on(self, beam: Beam) -> None:
-        beam.ended = await self.episode.pass_on(beam.state, self.arena, self.artifact, skipped=beam.skipped)
+        state = beam.state
+        beam.ended = await self.episode.pass_on(state, self.arena, state.artifact, skipped=beam.skipped)
 
     async def _each(self, beams: Sequence[Beam], work: Callable[[Beam], Awaitable[T]]) -> list[tuple[Beam, T]]:
         """Run ``work`` on each of ``beams``. A failed model call drops its beam; for the only beam, it raises."""

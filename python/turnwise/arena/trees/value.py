@@ -4,8 +4,9 @@
 
 A playout uses the same policies, but never branches and never trains. Only its rewards are kept, in
 ``step.info["playouts"]`` of the action that led to the state (``meta["playouts"]`` for the first state). This is a list
-with a dict per playout: ``rewards`` holds ``[actor, reward]`` of each action in order, and ``outcome`` holds the
-rubric's rewards of actors whose last action had none. A final state has one entry, its outcome.
+with a dict per playout: ``rewards`` holds ``[actor, reward]`` of each action in order, and after it what others got for
+the action, and ``outcome`` holds the rubric's rewards of actors whose last action had none. A final state has one
+entry, its outcome.
 ``metrics["tree/playouts"]`` and ``["tree/playout_tokens"]`` count playouts and their tokens.
 """
 
@@ -21,7 +22,7 @@ from turnwise.arena.runtime.context import EpisodeContext, use_context
 from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.state import prune
-from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
+from turnwise.types import PAID_OTHERS, EpisodeState, GenerateResult, Messages, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.signals import contained
 
@@ -66,10 +67,8 @@ def mean_return(playouts: Sequence[Mapping[str, Any]]) -> float | None:
 class ValueEstimator:
     """Plays ``count`` playouts from each state of one episode, whose own context is ``root``."""
 
-    def __init__(
-        self, episode: BranchingEpisode, arena: ArenaForHooks, artifact: Any, root: EpisodeContext, count: int
-    ) -> None:
-        self.episode, self.arena, self.artifact, self.root, self.count = episode, arena, artifact, root, count
+    def __init__(self, episode: BranchingEpisode, arena: ArenaForHooks, root: EpisodeContext, count: int) -> None:
+        self.episode, self.arena, self.root, self.count = episode, arena, root, count
 
     async def estimate(self, positions: Iterable[StateToValue]) -> list[list[Playout]]:
         """Return the finished playouts of each state. Failed playouts are only counted."""
@@ -81,7 +80,7 @@ class ValueEstimator:
         with use_context(begun), contained("a playout"):
             try:
                 if position.acted:
-                    await self.episode.pass_on(begun.state, self.arena, self.artifact, skipped=False)
+                    await self.episode.pass_on(begun.state, self.arena, begun.state.artifact, skipped=False)
             except ModelError:
                 self._count([begun], asked=self.count, ended=0)
                 return []
@@ -101,7 +100,7 @@ class ValueEstimator:
     def _scope(self, position: StateToValue, name: str, start: EpisodeContext) -> EpisodeContext:
         """Return a context on a fork of ``start``'s state, with another seed."""
         scope = self.root.branch(name, start.state.fork(1)[0])
-        scope.rollout = scratch_rollout(self.root.rollout, position.steps)
+        scope.rollout = scratch_rollout(self.root.rollout, position.steps, scope.state)
         scope.private = start.private.copy()
         scope.lazy_rng = LazyRandom(derive_seed(self.root.rollout.seed, "playout", name))
         return scope
@@ -111,16 +110,16 @@ class ValueEstimator:
         try:
             with use_context(scope), contained("a playout"):
                 while not state.done:
-                    messages = await hook(episode.build_messages, state, self.arena, self.artifact)
+                    messages = await hook(episode.build_messages, state, self.arena, state.artifact)
                     try:
                         if messages is not None:
-                            await episode.take_action(state, messages, self.arena, self.artifact)
+                            await episode.take_action(state, messages, self.arena, state.artifact)
                     except ModelError as error:
                         if not episode.ends_at_context(state, error):
                             raise
                         state.done = True
                         break
-                    await episode.pass_on(state, self.arena, self.artifact, skipped=messages is None)
+                    await episode.pass_on(state, self.arena, state.artifact, skipped=messages is None)
             own = [step for step in scope.steps if step is not None]
             scope.rollout.steps += own
             score, _ = await score_leaf(episode, self.arena, scope, [*position.children, *scope.children])
@@ -131,7 +130,11 @@ class ValueEstimator:
             prune(state.data)
         if score.dropped is not None:
             return None
-        rewards = [[step.actor_id, step.reward or 0.0] for step in own if is_env_step(step)]
+        rewards: list[list[Any]] = []
+        for step in own:
+            if is_env_step(step):
+                rewards.append([step.actor_id, step.reward or 0.0])
+                rewards += map(list, step.info.get(PAID_OTHERS, {}).items())
         last = {step.actor_id: step for step in scope.rollout.steps if is_env_step(step)}
         paid = [actor for actor, step in last.items() if step.reward is None and actor in score.rewards]
         return {"rewards": rewards, "outcome": {actor: score.rewards[actor] for actor in paid}}

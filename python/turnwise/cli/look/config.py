@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from turnwise.cli.options import EXIT_OK
 from turnwise.train import TrainConfig
+from turnwise.utils.output import say
 
 TOP = "top"
 """Name of the section for keys outside of any section."""
@@ -54,7 +55,7 @@ class SectionEntry:
 
 
 def run(options: argparse.Namespace) -> int:
-    print(explain(options.key))
+    say(explain(options.key))
     return EXIT_OK
 
 

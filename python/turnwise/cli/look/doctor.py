@@ -23,6 +23,7 @@ from functools import partial
 
 from turnwise.cli.look.probes import DoctorRow, Status
 from turnwise.cli.options import EXIT_FAILED, EXIT_OK
+from turnwise.utils.output import write
 
 LOW_DISK, LOW_MEMORY = 5.0, 2.0  # GB free below which a run of the demo may fail
 
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.seconds > 0:
         raise ValueError(f"--seconds={options.seconds!r}: expected a number > 0")
     checks = examine(options.seconds)
-    print(render(checks, as_json=options.json, colour=sys.stdout.isatty()))
+    write(render(checks, as_json=options.json, colour=sys.stdout.isatty()) + "\n")
     return EXIT_FAILED if any(check.status == "broken" for check in checks) else EXIT_OK
 
 

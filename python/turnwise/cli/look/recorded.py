@@ -9,11 +9,11 @@ import webbrowser
 from dataclasses import asdict
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from turnwise.cli.options import EXIT_FAILED, EXIT_OK, parse_pairs
 from turnwise.report.status import Status, duration, first_line, read_status
+from turnwise.utils.output import console, say
 from turnwise.utils.registry import announce_code_of_run
 
 _WIDTH = 160
@@ -26,7 +26,7 @@ def view(options: argparse.Namespace) -> int:
 
     announce_code_of_run(options.run_dir, "is not imported")
     path = write_report(options.run_dir, options.out)
-    print(path)
+    say(path)
     if options.open:
         webbrowser.open(path.resolve().as_uri())
     return EXIT_OK
@@ -40,9 +40,9 @@ def credit(options: argparse.Namespace) -> int:
     rule_options = parse_pairs("--set", options.set, str)
     comparison = compare_credit(options.run_dir, options.rule, options=rule_options, step=options.step)
     if options.json:
-        print(json.dumps({**asdict(comparison), "actors": [asdict(row) for row in differences(comparison)]}))
+        say(json.dumps({**asdict(comparison), "actors": [asdict(row) for row in differences(comparison)]}))
     else:
-        print(render(comparison), end="")
+        say(render(comparison))
     return EXIT_OK
 
 
@@ -59,7 +59,7 @@ def replay(options: argparse.Namespace) -> int:
         swap=options.swap,
         allow_pickle=options.allow_pickle,
     )
-    print(replayed)
+    say(replayed)
     return EXIT_OK if replayed.divergence is None else EXIT_FAILED
 
 
@@ -68,16 +68,15 @@ def status(options: argparse.Namespace) -> int:
     """Show how a run is doing, from the files in its folder alone."""
     run = read_status(options.run_dir)
     if options.json:
-        print(run.to_json())
+        say(run.to_json())
         return EXIT_OK
-    # Names and details are the run's own text, in which nothing is markup.
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False, highlight=False, emoji=False)
+    shown = console(width=None if sys.stdout.isatty() else _WIDTH)
     for line in status_lines(run):
-        console.print(line, soft_wrap=True)
+        shown.print(line, soft_wrap=True)
     if run.roles:
-        console.print(role_table(run))
+        shown.print(role_table(run))
     for warning in run.warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+        shown.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     return EXIT_OK
 
 

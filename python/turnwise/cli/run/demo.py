@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -24,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from turnwise import __version__
 from turnwise.cli.options import EXIT_INTERRUPTED, EXIT_OK
@@ -40,6 +40,7 @@ from turnwise.train.eval.evaluate import Evaluation, describe
 from turnwise.train.log.run_log import RunLog, read_metrics
 from turnwise.train.run_folder import check_not_running
 from turnwise.train.validate import config_from_dict, load_config
+from turnwise.utils import output
 
 TEAM, UNTRAINED = "team, trained", "team, untrained"
 
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         announce(None)
         leave_ranks()
     if done is None:
-        print("turnwise: interrupted; run the same command again to continue", file=sys.stderr)
+        output.tell("interrupted; run the same command again to continue")
         return EXIT_INTERRUPTED
     return EXIT_OK
 
@@ -136,7 +137,7 @@ def run_demo(
     team took. ``client`` is a name as in ``rollout.client``. ``build`` builds the runs that train. A finished demo in
     ``out`` is replaced; an interrupted or killed one continues. Returns ``None`` after Ctrl-C.
     """
-    console = Console(soft_wrap=True, highlight=False)
+    console = output.console(soft_wrap=True)
     check_client(demo_config(PARTS[0], out, seed, client))
     wanted = {"seed": seed, "client": client, "compare": compare, "version": __version__}
     prepare(out, wanted, console.print)
@@ -144,7 +145,7 @@ def run_demo(
     curves = {}
     for number, part in enumerate(PARTS, start=1):
         folder = out / part.task
-        console.print(f"[bold]{number}  {part.task}[/]: {part.about}")
+        console.print(Text.assemble((f"{number}  {part.task}", "bold"), f": {part.about}"))
         done = run_part(part, demo_config(part, folder / "team", seed, client), compare or part.always, console, build)
         if done is None:
             return None

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from turnwise.arena.answers import Contribution
 from turnwise.cli.options import EXIT_OK
 from turnwise.run.checks import task_of
@@ -22,17 +20,18 @@ from turnwise.tasks import task_type
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, raw_settings
 from turnwise.train.eval.ablate import Addition
-from turnwise.train.eval.evaluate import Evaluation, compare, describe
+from turnwise.train.eval.evaluate import Evaluation, compare, describe, finite, plain_evaluation
 from turnwise.train.eval.statistics import Estimate, PairedDifference
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.validate import read_config
+from turnwise.utils.output import console, say
 from turnwise.utils.registry import announce_code
 
 
 def run(options: argparse.Namespace) -> int:
     if options.base_url is not None:
         measured = measure_remotely(options)
-        print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
+        say(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
         return EXIT_OK
     if options.config is None:
         raise ValueError("expected a config file or a run folder (without one only with --base-url)")
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         samples=options.samples,
         temperature=options.temperature,
     )
-    print(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
+    say(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
     return EXIT_OK
 
 
@@ -112,7 +111,7 @@ def _evaluated(
         ablations = ablations_of(task_of(config), ablate) if ablate else []
     except ValueError as error:
         raise ValueError(f"--ablate {','.join(ablate)}: {error}") from None
-    quiet = RunLog(config.run_dir, 0, writers=[], console=Console(stderr=True), progress=False)
+    quiet = RunLog(config.run_dir, 0, writers=[], console=console("stderr"), progress=False)
     unserved = config.log.model_copy(update={"prometheus": None})  # the run itself may hold the port
     run, chosen = load_run(config.model_copy(update={"log": unserved}), checkpoint, None if verbose else quiet)
     with closing(run):
@@ -229,35 +228,20 @@ def _interval(at: Estimate, *, percent: bool = False) -> str:
 
 def to_json(measured: MeasuredCheckpoint) -> dict[str, Any]:
     """Convert to plain JSON data; an infinite bound becomes ``None``."""
-    plain: dict[str, Any] = {"checkpoint": measured.checkpoint, **_evaluation_to_json(measured.evaluation)}
+    plain: dict[str, Any] = {"checkpoint": measured.checkpoint, **plain_evaluation(measured.evaluation)}
     if measured.additions:
         plain["ablations"] = [_addition_to_json(addition) for addition in measured.additions]
     if measured.other is not None:
-        plain["against"] = {"checkpoint": measured.against, **_evaluation_to_json(measured.other)}
+        plain["against"] = {"checkpoint": measured.against, **plain_evaluation(measured.other)}
     if measured.difference is not None:
-        plain["difference"] = _finite(asdict(measured.difference))
+        plain["difference"] = finite(asdict(measured.difference))
     return plain
 
 
 def _addition_to_json(addition: Addition) -> dict[str, Any]:
     return {
         "actor": addition.actor,
-        "without": None if addition.without is None else _evaluation_to_json(addition.without),
-        "difference": None if addition.difference is None else _finite(asdict(addition.difference)),
-        "alone": None if addition.alone is None else _evaluation_to_json(addition.alone),
+        "without": None if addition.without is None else plain_evaluation(addition.without),
+        "difference": None if addition.difference is None else finite(asdict(addition.difference)),
+        "alone": None if addition.alone is None else plain_evaluation(addition.alone),
     }
-
-
-def _evaluation_to_json(result: Evaluation) -> dict[str, Any]:
-    plain = asdict(result)
-    del plain["clusters"], plain["metrics"]
-    plain["pass_at"] = {str(k): at for k, at in plain["pass_at"].items()}
-    return dict(_finite(plain))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -36,8 +36,9 @@ from turnwise.train.league.pool import members_in, slot_name
 from turnwise.train.run_folder import check_episode_types
 from turnwise.train.validate import load_config
 from turnwise.types import ModelError, ModelRequest, ModelResponse, TaskCapabilities, capabilities_of
+from turnwise.utils.output import say
 from turnwise.utils.registry import announce_code_of_run, did_you_mean
-from turnwise.utils.threads import run_to_end
+from turnwise.utils.threads import run_in_program
 
 ALL = "all"
 """Name for every checkpoint of a run, including the members of its league."""
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         task=options.task,
         baselines=options.baselines,
     )
-    print(json.dumps(to_json(result), indent=1) if options.json else render(result))
+    say(json.dumps(to_json(result), indent=1) if options.json else render(result))
     return EXIT_OK
 
 
@@ -114,7 +115,7 @@ def play_tournament(
     runs = [build_run(config, warm=False) for config in configs]
     try:
         client = MatchClient(runs, played, participants)
-        payoffs = run_to_end(_round_robin(client, played, participants, games))
+        payoffs = run_in_program(_round_robin(client, played, participants, games))
     finally:
         for run in runs:
             run.close()

@@ -13,6 +13,7 @@ from turnwise.run.ranks import join_ranks, leave_ranks
 from turnwise.tasks import task_type
 from turnwise.train.config.toml import raw_settings
 from turnwise.train.validate import read_config
+from turnwise.utils.output import say
 from turnwise.utils.registry import announce_code
 from turnwise.utils.signals import exit_on_signals
 
@@ -31,9 +32,9 @@ def _run(options: argparse.Namespace) -> int:
         announce_code(raw_settings(options.config, options.overrides), what)
     config = read_config(options.config, options.overrides, task_type=task_type, import_code=imports)
     if options.dry_run:
-        print(dry_run(config, import_code=options.import_code), end="")
+        say(dry_run(config, import_code=options.import_code))
         if is_supervised(config):
-            print(*(f"# {line}" for line in placement_lines(config)), sep="\n")
+            say("\n".join(f"# {line}" for line in placement_lines(config)))
         return EXIT_OK
     if is_supervised(config):
         return train_on_cluster(config)
@@ -48,5 +49,5 @@ def _run(options: argparse.Namespace) -> int:
     if mesh is not None:
         leave_ranks()
     if config.steps:
-        print(f"report: {write_report(config.run_dir)}")
+        say(f"report: {write_report(config.run_dir)}")
     return trained.trainer.exit_code

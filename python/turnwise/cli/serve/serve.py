@@ -7,13 +7,11 @@ import asyncio
 import contextlib
 import secrets
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from turnwise.cli.options import EXIT_OK, parse_pairs
 from turnwise.inference.common.http import key_file, key_from_environment, write_key
@@ -26,9 +24,11 @@ from turnwise.tasks import task_type
 from turnwise.train.config.toml import CONFIG_FILE, raw_settings
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.validate import read_config
+from turnwise.utils.files import expanded
 from turnwise.utils.literals import literal
+from turnwise.utils.output import console, say, tell
 from turnwise.utils.registry import announce_code
-from turnwise.utils.threads import run_to_end
+from turnwise.utils.threads import run_in_program
 
 OF_MODEL = {
     "engine": "vllm", "dummy_weights": False, "adapters": [], "adapter_slots": 0, "adapter_rank": 16,
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
             options.port,
             api_key_env=options.api_key_env,
             allowed_hosts=tuple(options.allowed_host),
-            adapters=parse_pairs("--adapters", options.adapters, str),
+            adapters=parse_pairs("--adapters", options.adapters, expanded),
             adapter_slots=options.adapter_slots,
             adapter_rank=options.adapter_rank,
             engine=options.engine,
@@ -64,10 +64,6 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def say(line: str) -> None:
-    print(f"turnwise: {line}", file=sys.stderr, flush=True)
-
-
 # ---- a run's actors --------------------------------------------------------------------------------------------------
 def serve_run(options: argparse.Namespace) -> int:
     """Serve the actors of a run, sampled by the client in its config, until Ctrl-C (which raises) or SIGTERM."""
@@ -80,11 +76,11 @@ def serve_run(options: argparse.Namespace) -> int:
     folder = Path(options.model)
     announce_code(raw_settings(folder / CONFIG_FILE, {}))
     config = read_config(folder / CONFIG_FILE, {}, task_type=task_type).model_copy(update={"run_dir": folder})
-    log = RunLog(folder, 0, writers=[], console=Console(stderr=True), progress=False)
+    log = RunLog(folder, 0, writers=[], console=console("stderr"), progress=False)
     loaded, chosen = load_run(config, options.checkpoint, log)
     with closing(loaded):
-        say(f"loaded {'the starting weights' if chosen is None else chosen}")
-        run_to_end(_serve(loaded, key, options))
+        tell(f"loaded {'the starting weights' if chosen is None else chosen}")
+        run_in_program(_serve(loaded, key, options))
     return EXIT_OK
 
 
@@ -105,11 +101,11 @@ async def _serve(run: Run, key: str, options: argparse.Namespace) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         if options.host not in LOOPBACK:
-            say(f"{options.host} is open to other hosts: clients need the key, but it travels unencrypted")
+            tell(f"{options.host} is open to other hosts: clients need the key, but it travels unencrypted")
         with _kept(key, url) if options.api_key_env is None else nullcontext():
-            say(f"serving the models {', '.join(run.arena.actors)} at {url}")
+            tell(f"serving the models {', '.join(run.arena.actors)} at {url}")
             await stopped.wait()
-        say("stopping")
+        tell("stopping")
 
 
 @contextmanager
@@ -117,7 +113,7 @@ def _kept(key: str, url: str) -> Iterator[None]:
     """Keep ``key`` in a file for the block."""
     path = key_file(url)
     write_key(path, key)
-    say(f"the key that clients need is in {path}")
+    tell(f"the key that clients need is in {path}")
     try:
         yield
     finally:
@@ -132,14 +128,14 @@ def serve_until_stopped(settings: ServeSettings) -> None:
     """
 
     def stop(number: int, frame: object) -> None:
-        say(f"stopping: {signal.Signals(number).name}")
+        tell(f"stopping: {signal.Signals(number).name}")
         raise SystemExit(0)
 
-    server = ModelServer(settings, say, log=lambda line: print(line, file=sys.stderr, flush=True))
+    server = ModelServer(settings, tell, log=partial(say, to="stderr"))
     if settings.host not in LOOPBACK:
-        say(f"{settings.host} is open to other hosts: clients need the key, but it travels unencrypted")
+        tell(f"{settings.host} is open to other hosts: clients need the key, but it travels unencrypted")
     if server.key_file is not None:
-        say(f"the key that clients need is in {server.key_file}; clients of this user on this host find it there")
+        tell(f"the key that clients need is in {server.key_file}; clients of this user on this host find it there")
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with contextlib.suppress(SystemExit), server:

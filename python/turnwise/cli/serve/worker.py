@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+from contextlib import suppress
 
 from turnwise.cli.options import EXIT_OK
 from turnwise.utils.files import KEY_VARIABLE
+from turnwise.utils.output import tell
 from turnwise.workers.secrets import key_names, read_keys, restart_without_secrets
 
 
@@ -24,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         restart_without_secrets(names, options.keep_env)
     keys = read_keys(options.key_fd)
     # The first line of stdout is the address. What user code prints goes to stderr.
-    announced = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    announced = os.dup(1)
     os.dup2(2, 1)
 
     from turnwise.inference.common.http import checked_key
@@ -40,17 +41,14 @@ def run(options: argparse.Namespace) -> int:
     config = read_config(options.config, options.overrides, task_type=task_type)
     worker = WorkerRun(config, keys)
     if options.host not in LOOPBACK:
-        say(f"{options.host} is open to other hosts: the run needs the key, but nothing is encrypted")
+        tell(f"{options.host} is open to other hosts: the run needs the key, but nothing is encrypted")
 
     def announce(address: str) -> None:
-        with announced:
-            print(json.dumps({"address": address, "pid": os.getpid()}), file=announced)
-        say(f"listening at {address}")
+        with suppress(OSError):  # the reader is gone
+            os.write(announced, json.dumps({"address": address, "pid": os.getpid()}).encode() + b"\n")
+        os.close(announced)
+        tell(f"listening at {address}")
 
-    play_until_stopped(worker, key, options.host, options.port, announce=announce, say=say)
-    say("stopped")
+    play_until_stopped(worker, key, options.host, options.port, announce=announce, say=tell)
+    tell("stopped")
     return EXIT_OK
-
-
-def say(line: str) -> None:
-    print(f"turnwise: {line}", file=sys.stderr, flush=True)

@@ -63,6 +63,31 @@ def vocabulary_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
+def tokens_of(tokenizer: Any) -> int | None:
+    """Return the number of rows that a head needs for all tokens of ``tokenizer``; ``None`` if it can't list them."""
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return 1 + max(vocabulary.values()) if vocabulary else None
+
+
+def limit_head(model: Any, rows: int | None) -> None:
+    """Leave the rows after the first ``rows`` out of all distributions of ``model``: they are no tokens.
+
+    Heads are padded to round sizes. A sampled row without a token could not be shown, sent, or played on, so neither
+    clients nor the trainer, its references and teachers give it a probability. ``None`` changes nothing.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None and rows is not None:
+        getattr(head, "base_layer", head).token_rows = rows  # below an adapter of the head
+
+
+def token_rows(model: Any) -> int | None:
+    """Return the rows of the head that are tokens, by :func:`limit_head`; ``None`` if all of them are."""
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(head, "base_layer", head)
+    rows: int | None = getattr(head, "token_rows", None)
+    return None if rows is None or rows >= head.weight.shape[0] else rows
+
+
 # -- layers that recompute ---------------------------------------------------------------------------------------------
 def recompute_layers(model: nn.Module, context: Callable[[], Any] = noop_context_fn) -> None:
     """Let each layer of a Hugging Face model keep only its inputs, and run it again in the backward pass.

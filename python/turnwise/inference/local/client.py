@@ -27,7 +27,7 @@ from turnwise.inference.common.base import (
     stop_check,
     stop_token_ids,
 )
-from turnwise.inference.common.hf_model import vocabulary_size
+from turnwise.inference.common.hf_model import limit_head, tokens_of, vocabulary_size
 from turnwise.inference.local.decode import (
     Completion,
     ScoredSequence,
@@ -137,6 +137,7 @@ class TransformersClient(ClientBase):
             raise ValueError("policies is empty: expected at least one model")
         for model in models.values():
             keep_ends(tokenizer, getattr(model, "generation_config", None))
+            limit_head(model, tokens_of(tokenizer))
         self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from turnwise.inference.common.hf_model import last_mlp_at
+from turnwise.inference.common.hf_model import last_mlp_at, token_rows
 from turnwise.inference.common.routed_experts import Routers, recording
 from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Paths, Uncached, make_decoder
 from turnwise.inference.local.sampling import RowGrammars, RowSampler
@@ -111,7 +111,7 @@ def complete(
         else:
             decoder = Uncached(model, prompts, index)
             logits = decoder.next_logits()
-    logits = logits[index]
+    logits = logits[index, : token_rows(model)]
     grammars = RowGrammars.of([row.sampling.grammar for row in rows], tokenizer, logits.shape[1])
     of_prompts = [] if record is None else _of_prompts(record.take().cpu().numpy(), prompts)
     drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars, routers)
@@ -329,7 +329,7 @@ def _decode(
     In the loop, ``node`` is the node of each row that is alive; ``None`` once each has a node of its own, in the same
     order. ``begin`` counts the tokens of each row before this turn, which adds one, or several that a grammar forces.
     """
-    drawn = _Drawn(rows, logits.device)
+    drawn, vocabulary = _Drawn(rows, logits.device), logits.shape[1]
     alive = drawn.alive()
     sampler = RowSampler.build(
         [row.sampling for row in rows], [row.seed for row in rows], drawn.width + 1, logits.device
@@ -393,7 +393,7 @@ def _decode(
             of_rows[alive.rows] = chosen if node is None else chosen[node]
             drawn.experts.append(of_rows.cpu().numpy())
         drawn.decoded += len(tokens)
-        logits = logits if node is None else logits[node]
+        logits = (logits if node is None else logits[node])[:, :vocabulary]
 
 
 def _split(decoder: Decoder, node: Tensor, key: Tensor, keys: int) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -488,7 +488,8 @@ def completion_logprobs(
     output = model(input_ids=ids, **options)
     # The logits in column c - 1 predict the token in column c, so the last column is not needed.
     temperatures = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
-    logprobs = torch.log_softmax(output.logits[:, -kept:-1].float() / temperatures[:, None, None], dim=-1)
+    logits = output.logits[:, -kept:-1, : token_rows(model)]
+    logprobs = torch.log_softmax(logits.float() / temperatures[:, None, None], dim=-1)
     picked = logprobs.gather(2, ids[:, width - kept + 1 :, None])[..., 0].cpu()
     return [picked[index, kept - 1 - len(row.completion) :].tolist() for index, row in enumerate(rows)]
 

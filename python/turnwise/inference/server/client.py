@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import shutil
 import tempfile
@@ -28,6 +29,7 @@ from turnwise.inference.common.base import (
     scored_response,
     stop_token_ids,
 )
+from turnwise.inference.common.hf_model import tokens_of
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.common.proxies import is_loopback
 from turnwise.inference.server.launch import LOAD
@@ -136,7 +138,7 @@ class VLLMServerClient(GatedScoringClient):
         named = isinstance(transfer, str)
         self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
         self._policies, base = _describe(models, place, self._mark)
-        self._server = RemoteServer(self._endpoint, self._mark, in_flight)
+        self._server = RemoteServer(self._endpoint, self._mark, in_flight, tokens_of(tokenizer) or math.inf)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
         self._synced = False  # True once the server has received this client's weights
@@ -329,6 +331,7 @@ class VLLMServerClient(GatedScoringClient):
             await self._connect()
             if self._unusable is not None:
                 raise ModelError(self._unusable)
+            await self._server.limit_head()
             if self._sends and not (self._synced and await self._server.has_our_weights()):
                 await self._sync(self._handle, self._adapters(), {})
 

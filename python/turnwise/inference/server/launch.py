@@ -34,7 +34,7 @@ HOSTS = "TURNWISE_SERVE_HOSTS"
 STARTER = "TURNWISE_SERVE_STARTER"
 """The environment variable with the process id of the starter."""
 
-REMOTE = ("turnwise_reload", "turnwise_describe", "turnwise_adapter")
+REMOTE = ("turnwise_reload", "turnwise_describe", "turnwise_adapter", "turnwise_limit_head")
 """The worker's methods that clients may call: those of turnwise's ``WorkerExtension``."""
 
 RPC = "/collective_rpc"

@@ -54,13 +54,14 @@ class RemoteServer:
     """The server behind ``endpoint``. ``mark`` is part of every label that this client gives to weights.
 
     ``sent`` maps a label to the version of every policy. ``info`` is ``None`` until :meth:`connect` has succeeded.
+    Rows of the head after the first ``tokens`` are no tokens, and are never sampled.
     """
 
-    def __init__(self, endpoint: Endpoint, mark: str, in_flight: bool) -> None:
+    def __init__(self, endpoint: Endpoint, mark: str, in_flight: bool, tokens: float = math.inf) -> None:
         self.info: ServerInfo | None = None
         self.sent: dict[str, dict[str, int]] = {}
         self.where = f"POST {endpoint.url}{GENERATE}"
-        self._endpoint, self._mark = endpoint, mark
+        self._endpoint, self._mark, self._tokens = endpoint, mark, tokens
         self._pause = {"mode": "keep" if in_flight else "wait", "clear_cache": "false"}
         self._count = 0
         self._numbers: dict[str, int] = {}
@@ -86,6 +87,11 @@ class RemoteServer:
         self.info = ServerInfo(
             name, context_length, int(described["vocabulary"]), described["dtype"], described["model"]
         )
+
+    async def limit_head(self) -> None:
+        """Let the server sample tokens alone, not the rows of its head after them; it forgets this in a restart."""
+        if self.info is not None and self.info.model and self._tokens < self.info.vocabulary:
+            await self._call_worker("turnwise_limit_head", self._tokens)
 
     def check_model(self, policy: str, config: Any, dtype: str) -> None:
         """Raise ``ValueError`` unless ``config`` (of a policy's model) has the sizes of the server's model.
@@ -135,6 +141,7 @@ class RemoteServer:
         await self._post("/pause", query=self._pause)
         try:
             await self._post("/update_weight_version", {"new_version": f"{label}-incomplete"})
+            await self.limit_head()
             if handle is not None:
                 await self._call_worker("turnwise_reload", dict(handle))
             for adapter, weights in adapters.values():

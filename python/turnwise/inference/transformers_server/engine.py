@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from turnwise.inference.common.hf_model import limit_head
 from turnwise.inference.local.client import TransformersClient
 from turnwise.inference.local.models import load_models
 from turnwise.inference.server.remote import START_LABEL
@@ -94,6 +95,11 @@ class TransformersEngine(TransformersClient):
             "model": {name: getattr(config, name) for name in COMPARED if hasattr(config, name)},
             "adapters": sorted(loaded.number for loaded in self._adapters.values()),
         }
+
+    def limit_head(self, rows: int) -> None:
+        """Sample only the first ``rows`` rows of the head: the others are no tokens."""
+        with self._between_tokens():
+            limit_head(self._base.model, rows)
 
     def check_served(self, name: str) -> None:
         """Raise :class:`UnknownModelError` unless ``name`` is the base or an adapter, in vLLM's words."""

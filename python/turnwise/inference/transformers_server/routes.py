@@ -165,6 +165,8 @@ class Routes:
             return self._engine.describe()
         if method == "turnwise_reload":
             return self._engine.reload(*arguments)
+        if method == "turnwise_limit_head":
+            return self._engine.limit_head(*arguments)
         number, name, folder = arguments
         return self._engine.read_adapter_again(number, name, Path(folder))
 

@@ -52,6 +52,19 @@ class WorkerExtension:
             "adapters": sorted(self.list_loras()) if self.model_runner.lora_config else [],  # type: ignore[attr-defined]
         }
 
+    def turnwise_limit_head(self, rows: int) -> None:
+        """Give the rows of the head after the first ``rows``, which are no tokens, the logit ``-inf`` from now on."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        compute = vars(model).get("turnwise_compute_logits") or model.compute_logits
+
+        def limited(*arguments: Any, **options: Any) -> Any:
+            logits = compute(*arguments, **options)
+            if logits is not None:  # on a rank that gathers no logits
+                logits[..., rows:] = float("-inf")
+            return logits
+
+        vars(model).update(turnwise_compute_logits=compute, compute_logits=limited)
+
     def turnwise_adapter(self, number: int, name: str, folder: str) -> None:
         """Replace adapter ``number`` by the files in ``folder``."""
         from vllm.lora.request import LoRARequest

@@ -130,16 +130,36 @@ class SharedBase:
         self.model.load_state_dict({names[name]: t for name, t in weights.items()}, strict=False, assign=True)
         self.model.tie_weights()
 
-    def merged_weights(self, adapted: AdaptedModel) -> dict[str, Tensor]:
-        """The weights of a plain model that computes the same as ``adapted``: ``W + alpha / rank * B A``."""
+    def merged_weights(self, adapted: AdaptedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The weights of a plain model that computes the same as ``adapted``: ``W + alpha / rank * B A``.
+
+        Weights with an update are in ``dtype``, by default that of the base.
+        """
         merged = {name: tensor.detach() for name, tensor in self.weights().items()}
+        for name, delta in self._deltas(adapted):
+            merged[name] = (merged[name].float() + delta).to(dtype or merged[name].dtype)
+        return merged
+
+    def lost_in_merge(self, adapted: AdaptedModel) -> float:
+        """The share of the adapter's update that the base's dtype loses: ``1 - <rounded, exact> / <exact, exact>``.
+
+        Weights that move by less than half of a step of the dtype stay where they were.
+        """
+        kept = total = 0.0
+        weights = self.weights()
+        for name, delta in self._deltas(adapted):
+            weight = weights[name].detach()
+            rounded = (weight.float() + delta).to(weight.dtype).float() - weight.float()
+            kept, total = kept + float((rounded * delta).sum()), total + float(delta.square().sum())
+        return 1 - kept / total if total else 0.0
+
+    @torch.no_grad()
+    def _deltas(self, adapted: AdaptedModel) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names of the base's weights that ``adapted`` changes, and their changes in float32."""
         layers = set(self._layers)
         for name, module in self.model.named_modules():
             if module in layers and adapted.key in module.scaling:
-                weight = merged[f"{name}.weight"]
-                delta = module.get_delta_weight(adapted.key).detach()
-                merged[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype)
-        return merged
+                yield f"{name}.weight", module.get_delta_weight(adapted.key).float()
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass, with the adapter that made them."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from pydantic import Field
 
 from turnwise.integrations.environments.base.forks import Copies, Replays, copied
-from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView, require, totals
+from turnwise.integrations.environments.base.play import (
+    ForeignGame,
+    ForeignOptions,
+    Play,
+    PlayView,
+    closed_on_error,
+    require,
+    totals,
+)
 from turnwise.integrations.environments.base.task import ForeignTask
 from turnwise.integrations.environments.base.texts import action_names, named_action, plain_text
 
@@ -61,10 +70,9 @@ class GymnasiumGame(ForeignGame):
         self.gymnasium = require("gymnasium", "gymnasium")
         self.name = f"gymnasium:{options.name}"
         self.actors = (PLAYER,)
-        env = self._make()
-        space, spaces = env.action_space, self.gymnasium.spaces
-        limit = env.spec.max_episode_steps if env.spec is not None else None
-        env.close()
+        with closing(self.make()) as env:
+            space, spaces = env.action_space, self.gymnasium.spaces
+            limit = env.spec.max_episode_steps if env.spec is not None else None
         self.set_limits(limit or self.max_turns, self.invalid_cost)
         self.names: tuple[str, ...] | None = None
         self.first = 0
@@ -76,15 +84,16 @@ class GymnasiumGame(ForeignGame):
         elif self.parse is None and not isinstance(space, spaces.Text):
             raise ValueError(f"task={self.name!r}: its actions are {space}: expected task_options.parse to read one")
 
-    def _make(self) -> Any:
+    def make(self) -> Any:
         try:
             return self.gymnasium.make(self.options.name, **self.options.arguments)
         except (self.gymnasium.error.Error, TypeError) as error:
             raise ValueError(f"task='gymnasium:{self.options.name}': {error}") from error
 
     def start(self, seed: int) -> GymnasiumPlay:
-        env = self._make()
-        return GymnasiumPlay(self, env, env.reset(seed=seed))
+        env = self.make()
+        with closed_on_error(env):
+            return GymnasiumPlay(self, env, env.reset(seed=seed))
 
     def copy(self, play: GymnasiumPlay) -> GymnasiumPlay:
         env, said = copied((play.env, (play.observation, play.info)))

@@ -11,7 +11,15 @@ from pydantic import Field
 from turnwise.arena import InvalidActionError
 from turnwise.arena.rewards.invalid_action import parsing
 from turnwise.integrations.environments.base.forks import Replays
-from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView, require, totals
+from turnwise.integrations.environments.base.play import (
+    ForeignGame,
+    ForeignOptions,
+    Play,
+    PlayView,
+    closed_on_error,
+    require,
+    totals,
+)
 from turnwise.integrations.environments.base.task import ForeignTask
 from turnwise.integrations.environments.base.texts import plain_text
 
@@ -43,7 +51,8 @@ class OpenEnvPlay(Play):
         self.client = game.connect()
         weakref.finalize(self, self.client.disconnect)
         self.total = 0.0
-        self.said = self.client.reset(seed=seed)
+        with closed_on_error(self):
+            self.said = self.client.reset(seed=seed)
 
     def look(self) -> PlayView:
         shown, done = self.said.observation, bool(self.said.done)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 from pydantic import Field
 
 from turnwise.integrations.environments.base.forks import Replays
-from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView, require, totals
+from turnwise.integrations.environments.base.play import (
+    ForeignGame,
+    ForeignOptions,
+    Play,
+    PlayView,
+    closed_on_error,
+    require,
+    totals,
+)
 from turnwise.integrations.environments.base.task import ForeignTask
 from turnwise.integrations.environments.base.texts import action_names, named_action, plain_text
 
@@ -30,10 +40,16 @@ class PettingZooOptions(ForeignOptions):
 class _ZooPlay(Play):
     """The common part of both kinds: sums of rewards, and the view of the agent to act."""
 
-    def __init__(self, game: PettingZooGame, env: Any) -> None:
-        self.game, self.env = game, env
+    def __init__(self, game: PettingZooGame, seed: int) -> None:
+        self.game, self.env = game, game.make()
         self.paid = dict.fromkeys(game.actors, 0.0)
         self.terminated = self.truncated = False
+        with closed_on_error(self.env):
+            self.begin(seed)
+
+    @abstractmethod
+    def begin(self, seed: int) -> None:
+        """Reset the environment."""
 
     def view_of(self, agent: str, observation: Any, info: Mapping[str, Any]) -> PlayView:
         rewards = totals(self.game.actors, self.paid)
@@ -50,11 +66,15 @@ class _ZooPlay(Play):
 
 
 class TurnPlay(_ZooPlay):
-    """A play of the AEC kind. An agent's reward is the sum of what ``last()`` shows on each of its turns."""
+    """A play of the AEC kind.
 
-    def __init__(self, game: PettingZooGame, env: Any, seed: int) -> None:
-        super().__init__(game, env)
-        env.reset(seed=seed)
+    ``last()`` shows an agent's reward only on its next turn, which it may never have. So each view also counts what the
+    environment keeps for then.
+    """
+
+    def begin(self, seed: int) -> None:
+        self.shown_rewards = dict.fromkeys(self.game.actors, 0.0)
+        self.env.reset(seed=seed)
         self._read()
 
     def look(self) -> PlayView:
@@ -62,30 +82,33 @@ class TurnPlay(_ZooPlay):
 
     def act(self, action: Any) -> None:
         agent = self.env.agent_selection
+        self.shown_rewards[agent] += self.due  # the step sets it to 0
         self.env.step(named_action(action, self.game.names_of(agent), self.game.first_of(agent)))
         self._read()
 
     def _read(self) -> None:
-        """Read the rewards up to the next living agent. Agents that are done take their last step, ``None``."""
+        """Go on to the next living agent, and sum the rewards. Agents that are done take their last step, ``None``."""
         self.shown: tuple[str, Any, Mapping[str, Any]] = ("", None, {})
+        self.due = 0.0
         while self.env.agents:
             observation, reward, terminated, truncated, info = self.env.last()
             agent = self.env.agent_selection
-            self.paid[agent] += float(reward)
             self.terminated |= bool(terminated)
             self.truncated |= bool(truncated)
             if not (terminated or truncated):
-                self.shown = (agent, observation, info)
-                return
+                self.shown, self.due = (agent, observation, info), float(reward)
+                break
+            self.shown_rewards[agent] += float(reward)
             self.env.step(None)
+        kept = getattr(self.env, "_cumulative_rewards", {})
+        self.paid = {agent: shown + float(kept.get(agent, 0.0)) for agent, shown in self.shown_rewards.items()}
 
 
 class ParallelPlay(_ZooPlay):
     """A play of the parallel kind: the agents choose one after another, and the last choice makes the step."""
 
-    def __init__(self, game: PettingZooGame, env: Any, seed: int) -> None:
-        super().__init__(game, env)
-        self.observations, self.infos = env.reset(seed=seed)
+    def begin(self, seed: int) -> None:
+        self.observations, self.infos = self.env.reset(seed=seed)
         self.chosen: dict[str, Any] = {}
 
     def look(self) -> PlayView:
@@ -122,10 +145,9 @@ class PettingZooGame(ForeignGame):
         require("pettingzoo", "pettingzoo")
         self.name = f"pettingzoo:{options.name}"
         self.maker = self._find(options)
-        env = self._make()
-        self.actors = tuple(str(agent) for agent in env.possible_agents)
-        self.spaces = {agent: env.action_space(agent) for agent in self.actors}
-        env.close()
+        with closing(self.make()) as env:
+            self.actors = tuple(str(agent) for agent in env.possible_agents)
+            self.spaces = {agent: env.action_space(agent) for agent in self.actors}
         self.is_competitive = not options.cooperative and len(self.actors) > 1
         for agent, space in self.spaces.items():
             names = self.names_of(agent)
@@ -146,7 +168,7 @@ class PettingZooGame(ForeignGame):
             raise ValueError(f"task_options.parallel={options.parallel!r}: {name} has no {kind}")
         return getattr(module, kind)
 
-    def _make(self) -> Any:
+    def make(self) -> Any:
         try:
             return self.maker(**self.options.arguments)
         except TypeError as error:
@@ -162,7 +184,7 @@ class PettingZooGame(ForeignGame):
         return int(self.spaces[agent].start)
 
     def start(self, seed: int) -> Play:
-        return (ParallelPlay if self.options.parallel else TurnPlay)(self, self._make(), seed)
+        return (ParallelPlay if self.options.parallel else TurnPlay)(self, seed)
 
 
 def _exists(module: str) -> bool:

@@ -168,12 +168,13 @@ class ReasoningGymTask(GeneratedTask):
 
     def _shuffled(self, seed: int | str) -> Iterator[str]:
         """Yield all questions in an order that ``seed`` determines, each made when it is needed."""
-        order = list(range(self.options.size))
+        moved: dict[int, int] = {}  # the places of a list of all indices that were exchanged so far
         rng = Random(f"{self.name}/{seed}")
-        while order:
-            index = rng.randrange(len(order))
-            order[index], order[-1] = order[-1], order[index]
-            yield self.entry(order.pop())["question"]
+        for last in reversed(range(self.options.size)):
+            index = rng.randrange(last + 1)
+            chosen = moved.get(index, index)
+            moved[index] = moved.pop(last, last)
+            yield self.entry(chosen)["question"]
 
     def artifact(self, question: str) -> dict[str, Any]:
         return {"question": question, "index": self._index_of[question]}

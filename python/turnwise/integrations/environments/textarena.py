@@ -14,7 +14,15 @@ from pydantic import Field
 
 from turnwise.arena.rewards.invalid_action import parsing
 from turnwise.integrations.environments.base.forks import Replays
-from turnwise.integrations.environments.base.play import ForeignGame, ForeignOptions, Play, PlayView, require, totals
+from turnwise.integrations.environments.base.play import (
+    ForeignGame,
+    ForeignOptions,
+    Play,
+    PlayView,
+    closed_on_error,
+    require,
+    totals,
+)
 from turnwise.integrations.environments.base.task import ForeignTask, actor_ids
 from turnwise.integrations.environments.base.texts import listed_moves
 
@@ -70,7 +78,8 @@ class TextArenaPlay(Play):
         self.paid: dict[int, float] = {}
         with self.random.use():
             self.env = game.make()
-            self.env.reset(num_players=len(game.actors), seed=seed)
+            with closed_on_error(self.env):
+                self.env.reset(num_players=len(game.actors), seed=seed)
 
     def look(self) -> PlayView:
         rewards = totals(self.game.actors, {self.game.actors[seat]: paid for seat, paid in self.paid.items()})
@@ -93,6 +102,10 @@ class TextArenaPlay(Play):
                 self.paid = {int(player): float(reward) for player, reward in (rewards or {}).items()}
         was_fatal = bool(infos.get(seat, {}).get("invalid_move"))
         self.was_legal = not was_fatal and getattr(state, "error_count", 0) <= errors
+
+    def close(self) -> None:
+        if not self.is_done:  # else it is closed, for its rewards
+            self.env.close()
 
 
 class TextArenaGame(ForeignGame):
@@ -125,7 +138,9 @@ class TextArenaGame(ForeignGame):
             with OwnRandom(0).use():
                 env = self.make()
                 try:
-                    env.reset(num_players=count, seed=0)
+                    with closed_on_error(env):
+                        env.reset(num_players=count, seed=0)
+                    env.close()
                 except (AssertionError, ValueError, KeyError, IndexError) as error:
                     reason = str(error)
                     continue

@@ -15,7 +15,7 @@ from turnwise.integrations.gateway.task import GatewayTask
 from turnwise.tasks.base import held_out
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.types.protocols import ArenaForHooks
-from turnwise.utils.threads import run_to_end
+from turnwise.utils.threads import run_in_program
 
 NO_KEY = "none"
 
@@ -102,4 +102,4 @@ def evaluate_remotely(
         arena.add_episode(episode)
     asked: Any = task  # a protocol's attributes can't be class variables
     requests = held_out(asked, "eval", questions)
-    return run_to_end(evaluate(arena, requests, task.success_metric, samples=samples, concurrency=parallel))
+    return run_in_program(evaluate(arena, requests, task.success_metric, samples=samples, concurrency=parallel))

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
 from turnwise.arena.runtime.hashing import derive_seed
+from turnwise.arena.runtime.tool_rounds import warn_of_unread
 from turnwise.chat.continuation import Conversations, Prompt
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import DISTINCT
@@ -426,6 +427,7 @@ class GatewaySession:
             counts[f"rewritten_rows/{prompt.rewritten}"] += len(choices)
         for choice in choices:
             counts["truncated"] += choice.finish == "length"
+            warn_of_unread(seat.actor, [made for made in choice.parsed.calls if made.status != EXTRA])
             for made in choice.parsed.calls:
                 counts[f"tool_calls/{made.status}"] += 1
                 counts["tool_calls/malformed"] += made.status not in (OK, EXTRA)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,11 +16,11 @@ from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import ProcessEpisode
 from turnwise.integrations.gateway.replay import ReplayedEpisode
 from turnwise.integrations.gateway.settings import settings_of
-from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask, texts_in
 from turnwise.types import TaskCapabilities
-from turnwise.utils.files import read_json_lines
+from turnwise.utils.files import PathText, read_json_lines
 from turnwise.utils.registry import import_by_name
+from turnwise.utils.values import check_texts
 
 PROCESS = "process"
 """Name of the task whose agent is the command in ``gateway.command``."""
@@ -41,7 +41,7 @@ class GatewayOptions(OwnOptions):
 
     name: str = ""
     gateway: dict[str, Any] = Field(default_factory=dict)
-    questions: str = ""
+    questions: PathText = ""
     actors: list[str] = Field(default_factory=list)
     rubric: str = ""
     success_metric: str = ""
@@ -92,6 +92,9 @@ class GatewayTask(OwnTask):
     def questions(self) -> Sequence[str]:
         return self._questions
 
+    def identity(self, question: str) -> Any:
+        return super().identity(json.loads(question))
+
     def artifact(self, question: str) -> Any:
         return json.loads(question)
 
@@ -103,8 +106,8 @@ class GatewayTask(OwnTask):
 
     def texts(self) -> list[str]:
         """The texts in the training questions."""
-        train = [question for question in self._questions if split_of(question) == "train"]
-        return [text for question in train[:2000] for text in texts_in(json.loads(question))]
+        train = self.question_set.listed("train", 2000)
+        return [text for question in train for text in texts_in(json.loads(question))]
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         common = {"actors": list(self.system_prompts), "rubric": self.rubric, "timeout": self.options.timeout}
@@ -140,19 +143,26 @@ def _questions(given: str, module: str, is_process: bool) -> list[str]:
         if not path.is_file():
             raise ValueError(f"task_options.questions={given!r}: no such file")
         try:
-            found = [question for _, question in read_json_lines(path)]
+            found = list(read_json_lines(path))
         except (OSError, ValueError) as error:
             raise ValueError(f"task_options.questions={given!r}: {error}") from None
     else:
         where = given or f"{module}:questions"
         found = import_by_name({}, where, "task_options.questions")
         found = found() if callable(found) else found
-    if not isinstance(found, (list, tuple)) or not found:
+        if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
+            raise ValueError(f"task_options.questions={given!r}: expected a list of questions, got {found!r:.80}")
+        found = [(f"{where}, question {index}", question) for index, question in enumerate(found)]
+    if not found:
         raise ValueError(f"task_options.questions={given!r}: expected a list of at least one question")
-    try:
-        return list(dict.fromkeys(json.dumps(question, sort_keys=True) for question in found))
-    except TypeError as error:
-        raise ValueError(f"task_options.questions={given!r}: expected texts or JSON objects: {error}") from None
+    questions: dict[str, None] = {}
+    for place, question in found:
+        try:
+            check_texts(question)
+            questions[json.dumps(question, sort_keys=True, allow_nan=False)] = None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{place}: expected a text or a JSON object: {error}") from None
+    return list(questions)
 
 
 def _of_module(module: str, name: str, default: Any) -> Any:

@@ -18,6 +18,7 @@ from turnwise.integrations.verifiers.client import CONTEXT, Serving
 from turnwise.state import to_python
 from turnwise.types import EpisodeState
 from turnwise.types.protocols import ArenaForHooks
+from turnwise.utils.copies import own_copy
 
 
 class VerifiersEpisode(Episode):
@@ -51,7 +52,7 @@ class VerifiersEpisode(Episode):
         state = context.state if state is None else state
         context.state = state
         session = GatewaySession(self.actors, arena, self.settings)
-        task = self.tasks[to_python(artifact)["index"]]
+        task = own_copy(self.tasks[to_python(artifact)["index"]])
         try:
             async with asyncio.timeout(self.timeout):
                 episode = await self._run(task, session)

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
 from turnwise.integrations.gateway.settings import settings_of
-from turnwise.tasks.base import split_of
 from turnwise.tasks.own import OwnOptions, OwnTask
+from turnwise.tasks.questions import identity_of
 from turnwise.types import TaskCapabilities
 from turnwise.utils.registry import import_by_name
 
@@ -80,14 +80,16 @@ class VerifiersTask(OwnTask):
         """The keys of all tasks; equal tasks count once."""
         return list(self._places)
 
+    def identity(self, question: str) -> Any:
+        return identity_of(self._tasks[self._places[question]].data.model_dump(mode="json", exclude_none=True))
+
     def artifact(self, question: str) -> Any:
         index = self._places[question]
         return {"index": index, "key": question, "prompt": self._tasks[index].data.prompt_text}
 
     def texts(self) -> list[str]:
         """The prompts of the training tasks."""
-        train = [index for key, index in self._places.items() if split_of(key) == "train"]
-        tasks = [self._tasks[index].data for index in train[:2000]]
+        tasks = [self._tasks[self._places[key]].data for key in self.question_set.listed("train", 2000)]
         return [text for data in tasks for text in (data.prompt_text, data.system_prompt) if text]
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:

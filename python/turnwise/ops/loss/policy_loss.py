@@ -336,8 +336,10 @@ def policy_loss(
     Metrics are token means: clip fractions low (``A < 0``), high (``A > 0``) and dual (``ClipCov``, ``KLCov``: the
     share selected); ``approx_kl_k1``, ``approx_kl_k3``, ``ratio_mean`` and ``ratio_max`` of the tokens' own ratios;
     ``tokens``; ``entropy``; ``kl`` with ``ref_logprobs``. With ``rollout_logprobs``: ``mismatch_kl``, the mean of
-    ``rollout - old``; ``ess``, the effective sample size as a share, ``(sum w)**2 / (n * sum w**2)``; ``rejected``, the
-    share of tokens whose weight the bounds of ``correction`` set to 0.
+    ``rollout - old``; ``ess``, the effective sample size as a share, ``(sum w)**2 / (n * sum w**2)`` over the tokens,
+    with the weight ``w`` that multiplies each token's loss (of the token or its sequence, with cap and bounds; without
+    ``correction`` it is ``exp(old - rollout)``); ``rejected``, the share of tokens whose weight the bounds of
+    ``correction`` set to 0.
 
     The gradient flows to ``logprobs`` only. It can be taken once; a second derivative needs ``backend="torch"``. A
     batch without trained tokens has loss 0. Raises ``ValueError`` or ``TypeError`` naming the argument, and

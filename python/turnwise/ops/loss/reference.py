@@ -142,7 +142,8 @@ def reference(s: Streams, objective: Objective, rows: RowLayout | None = None) -
         weight_of_kl = importance_ratio(tokens, objective.variant) if term.importance_weighted else 1.0
         loss = loss + term.coef * weight_of_kl * kl
     if s.rollout_logprobs is not None:
-        columns += [-mismatch, weight, weight.square(), rejected]
+        used = weight if correction is None else correction
+        columns += [-mismatch, used, used.square(), rejected]
     if s.entropy is not None:
         columns.append(stream(s.entropy.detach()))
 

@@ -388,6 +388,7 @@ def loss_kernel(
             loss *= applied
             slope *= applied
             rejected = rejected & trained
+            importance = applied
         importance = tl.where(trained, importance, 0.0)
     # KL term: added after the correction, which does not multiply it.
     if ref is not None:

@@ -6,6 +6,8 @@ import base64
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from turnwise.utils.output import text_of
+
 DEPTH = 200
 """Values nested deeper are refused: writing and reading recurse."""
 
@@ -23,14 +25,14 @@ class CodecError(ValueError):
 
 
 class LostValueError(CodecError):
-    """A value that could not be written. The file has its ``repr`` instead."""
+    """A value that could not be written. The file has its text instead."""
 
 
 class Writer:
     """Turns values into JSON. One writer keeps the aliases of all values that it writes.
 
     ``buffers`` collects the memory of arrays and large bytes; without it they become base64. ``lose`` writes the
-    ``repr`` of what can't be written instead of raising ``TypeError``. ``omit`` are types left out of dicts.
+    text of what can't be written instead of raising ``TypeError``. ``omit`` are types left out of dicts.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Writer:
             while self._memo and next(reversed(self._memo.values()))[0] >= count:
                 self._memo.popitem()
             self._count = count
-            return {LOST: _shown(value)}
+            return {LOST: text_of(value)}
         finally:
             self._depth = depth
 
@@ -277,13 +279,6 @@ def _check_hashes(keys: Sequence[Any]) -> None:
     """Refuse keys that were chosen to have one hash: a dict of them takes quadratic time."""
     if len(keys) > 64 and len(set(map(hash, keys))) * 2 < len(keys):
         raise CodecError("its keys all have the same hash")
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:
-        return f"<{type(value).__name__}>"
 
 
 def _read_again(parts: Any, reader: Reader) -> Any:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.runtime.hashing import derive_seed
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, check_split, split_of
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_counts, split_of
 from turnwise.tasks.gsm8k.reader import (
     MARK,
     GSM8KQuestion,
@@ -22,7 +22,9 @@ from turnwise.tasks.gsm8k.reader import (
     read_dataset,
     read_questions,
 )
+from turnwise.tasks.questions import QuestionSet, identity_of
 from turnwise.types import Actor, EpisodeRequest, TaskCapabilities
+from turnwise.utils.files import PathText
 
 
 class QuestionOptions(TaskOptions):
@@ -33,9 +35,9 @@ class QuestionOptions(TaskOptions):
     its split ``test``. Without either, 1 question in 10 is kept for evaluation. 1 in 10 is always kept for validation.
     """
 
-    path: str | None = None
-    eval_path: str | None = None
-    dataset: str | None = None
+    path: PathText | None = None
+    eval_path: PathText | None = None
+    dataset: PathText | None = None
     subset: str | None = None
     max_tokens: int = Field(default=256, ge=1)
 
@@ -72,28 +74,51 @@ class QuestionTask(ABC):
         self._questions, self._held_out = options.read()
 
     @cached_property
-    def splits(self) -> dict[Split, list[GSM8KQuestion]]:
-        """The questions of each split. No question text is in two of them, even if the files repeat it."""
-        unique = {question.question: question for question in self._questions}
-        held_out = None if self._held_out is None else {question.question: question for question in self._held_out}
-        splits: dict[Split, list[GSM8KQuestion]] = {"train": [], "validation": [], "eval": []}
-        for text, question in unique.items():
+    def by_text(self) -> dict[str, GSM8KQuestion]:
+        """The questions by their texts. Of a repeated one, a file for evaluation decides, then the smallest answer."""
+        found: dict[str, GSM8KQuestion] = {}
+        differ: dict[str, None] = {}
+        for question in sorted(self._held_out or ()) + sorted(self._questions):
+            kept = found.setdefault(question.question, question)
+            if not answers_match(kept.answer, question.answer):
+                differ[question.question] = None
+        if differ:
+            first = next(iter(differ))
+            warnings.warn(
+                f"{self._where}: {len(differ)} questions have several answers, of which one counts: {first!r:.80} has "
+                f"{found[first].answer!r}",
+                stacklevel=2,
+            )
+        return found
+
+    @cached_property
+    def question_set(self) -> QuestionSet:
+        """The question texts. None is in two splits, even if the files repeat it."""
+        held_out = None if self._held_out is None else {identity_of(question.question) for question in self._held_out}
+
+        def split(text: str) -> Split:
             if held_out is None:
-                splits[split_of(text)].append(question)
-            elif text not in held_out:
-                splits["validation" if split_of(text) == "validation" else "train"].append(question)
-        if held_out is not None:
-            splits["eval"] = list(held_out.values())
-        return splits
+                return split_of(text)
+            return "eval" if text in held_out else "validation" if split_of(text) == "validation" else "train"
+
+        return QuestionSet(((text, text) for text in self.by_text), split_of=split, what=self._where)
+
+    @cached_property
+    def splits(self) -> dict[Split, list[GSM8KQuestion]]:
+        """The questions of each split."""
+        return {split: [self.by_text[text] for text in self.question_set.listed(split)] for split in get_args(Split)}
 
     def requests(self, step: int, questions: int, copies: int) -> list[EpisodeRequest]:
         """Return the next ``questions`` of endless passes over the training questions, each in a new order."""
+        return self.requests_from(step * questions, questions, copies)
+
+    def requests_from(self, first: int, questions: int, copies: int) -> list[EpisodeRequest]:
+        """Return ``questions`` of the passes, from number ``first`` on; see ``turnwise.tasks.base.NumberedTask``."""
         check_counts(questions=questions, copies=copies)
-        train = self.split("train", 1)
-        requests = []
-        for number in range(step * questions, (step + 1) * questions):
-            lap, index = divmod(number, len(train))
-            question = train[_shuffled(len(train), f"{self._seed}/{lap}")[index]]
+        requests, known, count = [], self.question_set, len(self.split("train", 1))
+        for number in range(first, first + questions):
+            lap, index = divmod(number, count)
+            question = self.by_text[known.at("train", known.order("train", f"{self._seed}/{lap}")[index])]
             for copy in range(copies):
                 seed = derive_seed(self.name, self._seed, number, copy)
                 requests.append(self._request(question, f"{number}", seed, is_trainable=True))
@@ -110,16 +135,14 @@ class QuestionTask(ABC):
     def eval_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         check_counts(n=n)
         return [
-            self._request(question, f"{split}/{index}", derive_seed(self.name, split, index), is_trainable=False)
+            self._request(question, f"{split}/{index}", derive_seed(self.name, split, question.question), False)
             for index, question in enumerate(self.split(split, n)[:n])
         ]
 
     def split(self, split: Split, n: int) -> list[GSM8KQuestion]:
         """The questions of a split. Raises ``ValueError`` if there are fewer than ``n``."""
-        questions = self.splits[check_split(split)]
-        if len(questions) < n:
-            raise ValueError(f"n={n!r}: the {split} split of {self._where} has {len(questions)} questions")
-        return questions
+        self.question_set.first(split, n)
+        return self.splits[split]
 
     def shown(self) -> list[str]:
         """Training questions and their worked solutions, from which a tokenizer is built."""
@@ -127,16 +150,11 @@ class QuestionTask(ABC):
 
     def answers(self) -> dict[str, str]:
         """The right answer of each question in all splits, for the oracle."""
-        return {question.question: question.answer for split in self.splits.values() for question in split}
+        return {text: question.answer for text, question in self.by_text.items()}
 
     def _request(self, question: GSM8KQuestion, group: str, seed: int, is_trainable: bool) -> EpisodeRequest:
         artifact = {"question": question.question, "answer": question.answer}
         return EpisodeRequest(self.name, artifact, group_id=group, seed=seed, is_trainable=is_trainable)
-
-
-@lru_cache(maxsize=4)
-def _shuffled(n: int, seed: str) -> Sequence[int]:
-    return Random(f"math-order/{seed}").sample(range(n), n)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A proposer and a solver that both learn: the proposer writes problems that the solver solves half of the time.
 
 Read in this order: team, episodes, arithmetic.
-May import: types, arena, tasks.
+May import: types, utils, arena, tasks.
 """
 
 from __future__ import annotations

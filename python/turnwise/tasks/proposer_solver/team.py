@@ -27,6 +27,7 @@ from turnwise.tasks.proposer_solver.episodes import (
     propose_message,
 )
 from turnwise.types import EpisodeRequest, Message, Messages
+from turnwise.utils.files import PathText
 
 
 class ProposerSolverOptions(TaskOptions):
@@ -45,7 +46,7 @@ class ProposerSolverOptions(TaskOptions):
     train_solver: bool = True
     quality: float = Field(default=0.4, ge=0, le=1)
     max_tokens: int = Field(default=24, ge=1)
-    store_path: str | None = Field(default=None, min_length=1)
+    store_path: PathText | None = Field(default=None, min_length=1)
 
     @property
     def size(self) -> Size:

@@ -66,20 +66,33 @@ def read_world(corpus: str | Path, questions: str | Path) -> World:
     passages = [
         Passage(path.stem, " ".join(paragraph.split()))
         for path in files
-        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8-sig"))
+        for paragraph in re.split(r"\n\s*\n", _read_page(path))
         if paragraph.strip()
     ]
     # Read the questions, and check that the pages that they name exist.
     titles = {passage.title for passage in passages}
     asked: dict[str, SearchQuestion] = {}
+    places: dict[str, str] = {}
     for index, row in read_json_lines(questions):
         question = _read_question(row, index)
         if missing := set(question.supports) - titles:
             raise ValueError(f"{index}: supports names {sorted(missing)}, of which no file is there")
-        asked[question.text] = question
+        before = asked.setdefault(question.text, question)
+        if before.answer != question.answer:
+            raise ValueError(
+                f"{index}: the answer is {question.answer!r}, at {places[question.text]} {before.answer!r}"
+            )
+        places.setdefault(question.text, index)
     if not asked:
         raise ValueError(f"questions={str(questions)!r}: expected at least one question")
     return World(tuple(passages), asked)
+
+
+def _read_page(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def _read_question(row: Any, where: str) -> SearchQuestion:

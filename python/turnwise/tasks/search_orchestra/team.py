@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, check_split, split_of, with_round, with_team
+from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, with_round, with_team
 from turnwise.tasks.generated import GeneratedTask, texts_of
+from turnwise.tasks.questions import QuestionSet
 from turnwise.tasks.search_orchestra.corpus import (
     MAX_HOPS,
     Passage,
@@ -36,6 +37,7 @@ from turnwise.tasks.search_orchestra.prompts import (
     view_message,
 )
 from turnwise.types import EpisodeState, Messages
+from turnwise.utils.files import PathText
 
 TEAM = (VERIFIER, SEARCHER, ANSWERER)
 
@@ -198,8 +200,8 @@ class SearchOrchestraOptions(TaskOptions):
     and a team searches at most ``max_searches`` times. ``quality`` is the chance that a demonstrated reply is right.
     """
 
-    corpus: str | None = None
-    questions: str | None = None
+    corpus: PathText | None = None
+    questions: PathText | None = None
     hops: int = Field(default=2, ge=1, le=MAX_HOPS)
     max_searches: int = Field(default=3, ge=1)
     passages: int = Field(default=2, ge=1)
@@ -242,12 +244,9 @@ class SearchOrchestraTask(GeneratedTask):
         return with_team(self, actors, needed=ANSWERER)
 
     @cached_property
-    def splits(self) -> dict[Split, list[str]]:
-        """The questions of each split. A hash of a question's text decides its split."""
-        splits: dict[Split, list[str]] = {"train": [], "validation": [], "eval": []}
-        for text in self.world.questions:
-            splits[split_of(text)].append(text)
-        return splits
+    def question_set(self) -> QuestionSet:
+        """The question texts, with splits and draws."""
+        return QuestionSet(((text, text) for text in self.world.questions), what=f"task {self.name!r}")
 
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         index, options = SearchIndex(self.world.passages), self.options
@@ -261,10 +260,9 @@ class SearchOrchestraTask(GeneratedTask):
         return {"question": question, "answer": asked.answer, "supports": list(asked.supports)}
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
-        texts = self.splits[check_split(split)]
-        if len(texts) < n:
-            raise ValueError(f"n={n!r}: the {split} split holds {len(texts)} questions")
-        return [texts[index] for index in _shuffled(len(texts), f"{split}/{seed}")[:n]]
+        if split == "train":
+            return self.question_set.draw(split, n, f"{self.name}/{seed}")
+        return self.question_set.first(split, n)
 
     def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
         """Demonstrate on training questions with known supports. If ``n`` exceeds their number, they repeat."""
@@ -311,7 +309,7 @@ class SearchOrchestraTask(GeneratedTask):
         return play
 
     def _demonstrate(self, n: int, seed: str, quality: float) -> list[Demonstration]:
-        questions = [text for text in self.splits["train"] if self.world.questions[text].supports]
+        questions = [text for text in self.question_set.listed("train") if self.world.questions[text].supports]
         if not questions:
             return []
         laps, count = range(-(-n // len(questions))), len(questions)

@@ -40,6 +40,7 @@ from torch import Tensor
 from turnwise.train.checkpoint.files import (
     CheckpointMismatch,
     FrozenFiles,
+    delete_unless_held,
     fingerprint,
     read_manifest,
     read_tensors,
@@ -143,8 +144,7 @@ def _rename_and_prune(temporary: Path, final: Path, keep: int, protect: Collecti
     protected = {checkpoint_at(root, step) for step in protect}
     for old in list_checkpoints(root)[:-keep]:
         if old not in protected:
-            # Rename it first: a kill in between leaves nothing that looks complete.
-            shutil.rmtree(old.rename(root / f".{old.name}.tmp"))
+            delete_unless_held(old, root / f".{old.name}.tmp")
 
 
 def checkpoint_at(root: Path, step: int) -> Path:
@@ -268,16 +268,13 @@ def _kind(policy: Policy) -> str:
 
 def describe_progress(policy: Policy) -> dict[str, Any]:
     """Return a policy's entry in the manifest."""
-    described: dict[str, Any] = {
+    return {
         "kind": _kind(policy),
         "trainable": policy.trainable,
         "version": policy.version,
         "updates": policy.updates,
         "extra": policy.extra_state(),
     }
-    if policy.schedule is not None:
-        described["schedule"] = {"last_epoch": policy.schedule.last_epoch}
-    return described
 
 
 def _copy_into(weight_set: WeightSet, saved: Mapping[str, Tensor]) -> None:
@@ -288,16 +285,14 @@ def _copy_into(weight_set: WeightSet, saved: Mapping[str, Tensor]) -> None:
 
 
 def restore_progress(policy: Policy, described: dict[str, Any]) -> None:
-    """Restore a policy's entry in the manifest: version, updates, and position in its schedule."""
+    """Restore a policy's entry in the manifest: version, updates, and extra state."""
     policy.version, policy.updates = described["version"], described["updates"]
     policy.load_extra_state(described["extra"])
-    if policy.schedule is not None:
-        policy.seek_schedule(described["schedule"]["last_epoch"])
 
 
 def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, described: dict[str, Any]) -> None:
     restore_progress(policy, described)
-    if moments is None or policy.optimizer is None or policy.schedule is None:
+    if moments is None or policy.optimizer is None:
         return
     parameters = [parameter for group in policy.optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from turnwise.inference.weights.weight_block import check_memory
 from turnwise.train.model.weights import bit_sum
-from turnwise.utils.files import link_or_copy, sync_folder
+from turnwise.utils.files import link_or_copy, replace_text, sync_folder
 
 _DIGEST = "sha256"
 """Manifest key of the digest of all other keys."""
@@ -31,6 +33,54 @@ class CheckpointError(RuntimeError):
 
 class CheckpointMismatch(CheckpointError):
     """A complete checkpoint that doesn't fit this run: it has other policies, processes, or another format."""
+
+
+_held: dict[Path, int] = {}
+
+
+def hold(path: Path) -> bool:
+    """Keep checkpoint ``path`` from being deleted by the run that writes beside it, as long as this process lives.
+
+    Its files are read one after another, and models take long to load. Return False if it is gone already.
+    """
+    if path in _held:
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if not (path.is_dir() and os.path.samestat(os.fstat(descriptor), path.stat())):
+        os.close(descriptor)
+        return False
+    _held[path] = descriptor
+    return True
+
+
+def delete_unless_held(path: Path, aside: Path) -> None:
+    """Rename checkpoint ``path`` to ``aside``, so that a kill leaves nothing that looks complete, and delete it.
+
+    One that another process reads stays for now.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if _is_held(descriptor):
+            return
+        shutil.rmtree(path.rename(aside))
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(descriptor: int) -> bool:
+    """Return True if another open file locks the same folder. Otherwise ``descriptor`` locks it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        pass
+    return False
 
 
 class FrozenFiles:
@@ -97,7 +147,15 @@ def write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
     """Write the JSON-serialisable ``manifest`` into checkpoint ``path``, with a SHA-256 of itself."""
     plain = json.loads(json.dumps(manifest))  # as it will be read back: numeric keys become strings
     signed = {**plain, _DIGEST: _digest_of(plain)}
-    (path / "manifest.json").write_text(json.dumps(signed, indent=1), encoding="utf-8")
+    replace_text(path / "manifest.json", json.dumps(signed, indent=1))
+
+
+def amend_progress(path: Path, **counters: Any) -> None:
+    """Replace counters of the run's progress in the manifest of the complete checkpoint ``path``."""
+    manifest = _checked_manifest(path)
+    before = manifest["state"]["progress"]
+    if before != (after := json.loads(json.dumps({**before, **counters}))):
+        write_manifest({**manifest, "state": {**manifest["state"], "progress": after}}, path)
 
 
 def read_manifest(path: Path, formats: Collection[int], *, files: bool = True) -> dict[str, Any]:

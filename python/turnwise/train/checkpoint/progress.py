@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
-from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.checkpoint.files import CheckpointError, hold
+from turnwise.train.config.policies import steps_in_training
 from turnwise.train.config.schema import TrainConfig
+from turnwise.utils.files import expanded
 
 
 @dataclass(slots=True)
@@ -54,9 +56,12 @@ class RunProgress:
         }
         return next((reason for reason, reached in limits.items() if reached), None)
 
-    def token_share(self, config: TrainConfig) -> float:
-        """Return the share of ``max_sampled_tokens`` that is sampled; 0 without that limit."""
-        return self.sampled_tokens / config.max_sampled_tokens if config.max_sampled_tokens else 0.0
+    def run_share(self, config: TrainConfig, policy: str) -> float:
+        """Return the share of the run that is over for ``policy``: of the steps that update it, or of
+        ``max_sampled_tokens`` if that is more."""
+        done, steps = (steps_in_training(policy, number, config.phases) for number in (self.step, config.steps))
+        by_tokens = self.sampled_tokens / config.max_sampled_tokens if config.max_sampled_tokens else 0.0
+        return min(1.0, max(done / max(1, steps), by_tokens))
 
     def checkpoint_due(self, config: TrainConfig) -> bool:
         """Return True if ``checkpoint.every`` saves this step, or ``checkpoint.keep_best`` as the best so far."""
@@ -75,15 +80,21 @@ START = "start"
 def find_checkpoint(root: Path, which: str | Path) -> Path:
     """Return the checkpoint under ``root`` that ``which`` names: a key of :data:`NAMED`, its own name, or a folder.
 
-    Raises :class:`~turnwise.train.checkpoint.files.CheckpointError` naming what is missing.
+    A run that still trains keeps it as long as this process lives. Raises
+    :class:`~turnwise.train.checkpoint.files.CheckpointError` naming what is missing.
     """
-    if str(which) in NAMED:
+    if str(which) not in NAMED:
+        inside = root / which
+        found = inside if inside.is_dir() else expanded(Path(which))
+        hold(found)
+        return found
+    while True:
         checkpoints = list_checkpoints(root)
         if not checkpoints:
             raise CheckpointError(f"checkpoint {str(which)!r}: {root} has none")
-        return NAMED[str(which)](checkpoints)
-    inside = root / which
-    return inside if inside.is_dir() else Path(which)
+        found = NAMED[str(which)](checkpoints)
+        if hold(found) or found in list_checkpoints(root):  # else the run has deleted it since the listing
+            return found
 
 
 def _best(checkpoints: list[Path]) -> Path:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from turnwise.train.config.base import Section, Share
+from turnwise.utils.files import PathText
 
 
 class LoraConfig(Section):
@@ -29,7 +30,7 @@ class OptimizerConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "linear"] = "cosine"
-    """Shape of the decay from ``lr`` to ``min_lr_ratio * lr`` at the run's end: ``steps`` or ``max_sampled_tokens``."""
+    """Shape of the decay from ``lr`` to ``min_lr_ratio * lr`` over the run's ``steps``, or ``max_sampled_tokens``."""
     min_lr_ratio: float = Field(default=1.0, ge=0, le=1)
     """Final learning rate as a share of ``lr``; 1 keeps it constant."""
     warmup: int = Field(default=0, ge=0)
@@ -45,7 +46,7 @@ class OptimizerConfig(Section):
 class PolicyConfig(Section):
     """Weights, tokenizer and optimizer of one policy."""
 
-    path: str = "tiny"
+    path: PathText = "tiny"
     """Folder or Hugging Face Hub name of the model; ``tiny`` builds a random model of about 1M parameters."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type that computes. A whole bfloat16 model trains float32 weights beside it; float16 is for frozen ones."""
@@ -57,7 +58,7 @@ class PolicyConfig(Section):
     """Keep the dropout of the model and its adapter on in updates; the ratio of the first update is then not 1."""
     lora: LoraConfig | None = None
     """Train an adapter instead of the weights; adapters of one ``path`` share one copy of the base."""
-    reference: str | None = None
+    reference: PathText | None = None
     """Reference of the KL term, a folder or Hub name; by default the weights at the start, for an adapter the base."""
     optimizer: dict[str, Any] = Field(default_factory=dict)
     """Keys of the optimizer in ``[update]`` with other values for this policy, such as ``lr``."""
@@ -97,7 +98,7 @@ def policies_at(step: int, phases: Sequence[PhaseConfig], trainable: Collection[
 
 
 def steps_in_training(policy: str, steps: int, phases: Sequence[PhaseConfig]) -> int:
-    """Count the steps among the first ``steps`` that update ``policy``: the length of its learning-rate schedule."""
+    """Count the steps among the first ``steps`` in whose phase ``policy`` is: those over which its rate falls."""
     if not phases:
         return steps
     rounds, rest = divmod(steps, sum(phase.steps for phase in phases))
@@ -130,7 +131,7 @@ class WarmStartConfig(Section):
     """Entropy per token, in nats, below which the warm start ends with the best weights before."""
     patience: int | None = Field(default=None, ge=1)
     """Measurements without a lower held-out loss that end the warm start with the best weights before."""
-    data: str | None = None
+    data: PathText | None = None
     """JSONL of ``{"messages": [...], "completion": "..."}``, or a run's ``rollouts.jsonl``; default: demonstrations."""
     min_reward: float | None = None
     """Least reward of a recorded step that becomes a row; needs ``data``."""

@@ -8,6 +8,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from turnwise.train.config.base import Section
 from turnwise.types.play import MAX_CONCURRENCY
+from turnwise.utils.files import PathText
 
 
 class VLLMConfig(Section):
@@ -29,7 +30,7 @@ class ServerConfig(Section):
     """Address, or a list of those of servers that share the requests; by policy where policies have no common base."""
     api_key_env: str | None = None
     """Environment variable with the key; a key file of this user on this host is found without it."""
-    api_key_file: str | None = None
+    api_key_file: PathText | None = None
     """File with the key."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds that one answer may take, and that all servers may be unreachable once they have worked."""
@@ -39,7 +40,7 @@ class ServerConfig(Section):
     """Most retries of a failed request, on another server or on the same one."""
     dead_after: float = Field(default=30.0, gt=0)
     """Seconds without an answer after which a server must prove its health, or its requests are sent again."""
-    folder: str | None = None
+    folder: PathText | None = None
     """Folder that other hosts see too, for adapters, and for weights unless ``transfer`` is gloo or nccl."""
     transfer: str = "auto"
     """Transport of weights: auto (this host's memory, gloo to others), shared_memory, safetensors, gloo, nccl, ipc."""
@@ -212,7 +213,7 @@ class FilterConfig(Section):
     """Samples that don't train; they still count in the statistics of their group."""
 
     drop_zero_advantage: bool = True
-    """Drop samples whose advantage is 0."""
+    """Drop samples whose advantage is 0, but those that another term of the loss trains, such as ``loss.kl``."""
     drop_truncated: bool = False
     """Drop completions that reached the token limit."""
     max_length: int | None = Field(default=None, ge=2)

@@ -32,6 +32,7 @@ from turnwise.train.config.sampling import (
     RolloutConfig,
     TaskConfig,
 )
+from turnwise.utils.files import FilePath
 
 GATEWAY_TASKS = ("gateway:", "verifiers:")
 """Prefixes of tasks whose agents call the gateway."""
@@ -124,8 +125,8 @@ class LogConfig(Section):
     """Write TensorBoard event files into the run folder."""
     wandb: str | None = None
     """Project at Weights & Biases that gets the metrics."""
-    wandb_mode: Literal["online", "offline"] = "online"
-    """``offline`` keeps Weights & Biases' files in the run folder until ``wandb sync``."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """``offline`` keeps W&B's files in the run folder until ``wandb sync``; by default as ``WANDB_MODE`` says."""
     rollouts_per_step: int = Field(default=1, ge=0)
     """Episodes of each step that go into ``rollouts.jsonl``."""
     record_for_replay: bool = True
@@ -157,8 +158,10 @@ class TrainConfig(Section):
     """Several tasks in one run, by their names, in place of ``task``; see docs/tasks.md."""
     gateway: dict[str, Any] = Field(default_factory=dict)
     """Settings of the gateway, for ``task = "gateway:..."``; see docs/agents.md."""
-    run_dir: Annotated[Path, BeforeValidator(str)] = Path("runs/default")
+    run_dir: Annotated[FilePath, BeforeValidator(str)] = Path("runs/default")
     """Folder of the run: config, metrics, episodes, checkpoints, policies."""
+    code: dict[str, str] = Field(default_factory=dict)
+    """Files of the modules that the config names, which a run records; from them they are imported everywhere."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of weights, questions and sampling."""
     steps: int = Field(default=100, ge=0)

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from turnwise.train.config import nulls
 from turnwise.train.config.policies import OptimizerConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.utils.registry import did_you_mean
+from turnwise.utils.files import expanded
+from turnwise.utils.registry import code_files, did_you_mean
 
 EXTENDS = "extends"
 """Key of a config file that names another file, relative to this one, whose settings it overrides."""
@@ -52,7 +53,7 @@ def raw_settings(
     path: str | Path | None, overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()
 ) -> dict[str, Any]:
     """Return the settings of a file and its overrides as plain data, values as written; imports nothing."""
-    data = {} if path is None else _read(Path(path), ())
+    data = {} if path is None else _read(expanded(Path(path)), ())
     for key, value in dict(overrides).items():
         set_value(data, split_key(key), value)
     return data
@@ -90,7 +91,7 @@ def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
         return data
     if not isinstance(parent, str):
         raise ConfigError(f"config file {str(file)!r}: {EXTENDS} = {parent!r}: expected the name of a file")
-    return _merged(_read(file.parent / parent, (*before, file.resolve())), data)
+    return _merged(_read(file.parent / expanded(parent), (*before, file.resolve())), data)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -147,8 +148,14 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Return the resolved configuration as TOML; ``load_config`` reads it back to an equal one."""
-    return nulls.dumps(config.model_dump(mode="json", exclude_none=True))
+    """Return the resolved configuration as TOML; ``load_config`` reads it back to an equal one.
+
+    Its section ``code`` has the files of the modules that the configuration names.
+    """
+    data = config.model_dump(mode="json", exclude_none=True)
+    if code := {**data.pop("code"), **code_files(data)}:
+        data["code"] = code
+    return nulls.dumps(data)
 
 
 def differences(file: Path, config: TrainConfig) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,23 @@ def describe(result: Evaluation) -> str:
     if not math.isfinite(result.low + result.high):
         return f"success {result.success:.1%} ({questions}: no 95% interval)"
     return f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, {questions})"
+
+
+def plain_evaluation(result: Evaluation) -> dict[str, Any]:
+    """Convert to plain JSON data, without the questions; an infinite bound becomes ``None``."""
+    plain = asdict(result)
+    del plain["clusters"], plain["metrics"]
+    plain["pass_at"] = {str(k): at for k, at in plain["pass_at"].items()}
+    return dict(finite(plain))
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with ``None`` in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 async def evaluate(

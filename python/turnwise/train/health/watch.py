@@ -84,6 +84,7 @@ class Watch:
         )
         drops = {key: count for key, count in batch.drops.items() if policy_of.get(key[0]) in training}
         self._step(trained.total(), drops)
+        self._advantages(batch, trained.total())
         acted = {*trained, *(actor for actor, cause in drops if cause != "not_trainable")}
         for actor in sorted(acted):
             self._actor(actor, trained[actor], drops, alone=len(acted) == 1)
@@ -142,6 +143,15 @@ class Watch:
             main = lost.most_common(1)[0][0]
             text = f"{lost.total()} of {lost.total() + trained} samples were dropped, {_listed(lost)}"
             self._warn(("half", main), text + _advice(main))
+
+    def _advantages(self, batch: TrainingBatch, trained: int) -> None:
+        """Check that some of the samples that train have an advantage, as other terms of the loss train them too."""
+        if trained and not batch.advantages.any() and self._trainer.arena.distillation is None:
+            parts = ((name.partition("without_advantage/")[2], int(count)) for name, count in batch.metrics.items())
+            counts = Counter({cause: count for cause, count in parts if cause})
+            main = next(iter(counts.most_common(1)), ("", 0))[0]
+            text = f"no sample has an advantage, so none trains on its reward: {_listed(counts)}"
+            self._warn(("advantages", main), text + _advice(main))
 
     def _actor(self, actor: str, trained: int, drops: Mapping[tuple[str, str], int], *, alone: bool) -> None:
         if trained:

@@ -18,6 +18,10 @@ T = TypeVar("T")
 Weights = Iterable[tuple[str, Any]]
 """Names and whole tensors, tied ones once. A learner whose server has the tensors names them instead."""
 
+RunShares = Mapping[str, float]
+"""Share of the run that is over, 0 to 1, for each policy (:meth:`Policy.follow_run`); without one the rate follows the
+policy's own updates."""
+
 Show = Callable[[int, int], None]
 """Function that a learner calls after each update, with the number of updates so far and in total."""
 
@@ -55,12 +59,11 @@ class Learner(Protocol):
         """Policies by name. The loop reads their names, versions and rates."""
 
     def update(
-        self, batch: TrainingBatch, phase: Collection[str], run_share: float, rng: np.random.Generator, show: Show
+        self, batch: TrainingBatch, phase: Collection[str], shares: RunShares, rng: np.random.Generator, show: Show
     ) -> Updated:
         """Train the policies of ``phase`` on their rows of ``batch``. A policy that trained gets the next version.
 
-        ``run_share`` is the finished share of the run, by sampled tokens (:meth:`Policy.follow_run`). ``rng`` draws the
-        minibatches. Raises ``FloatingPointError`` as
+        ``shares`` set the learning rates. ``rng`` draws the minibatches. Raises ``FloatingPointError`` as
         :func:`~turnwise.train.update.update.update_policy` does, and for weights that are not finite afterwards. After
         an error the policies are as before, or ``torn`` is true.
         """

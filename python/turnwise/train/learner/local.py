@@ -20,7 +20,7 @@ from turnwise.train.checkpoint.checkpoint import (
 )
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.learner.learner import Show, T, Updated, Weights
+from turnwise.train.learner.learner import RunShares, Show, T, Updated, Weights
 from turnwise.train.model.policy import Policy, fingerprints
 from turnwise.train.update.critic import value_head
 from turnwise.train.update.kl import reference_logprobs, refresh, refresh_problem
@@ -49,7 +49,7 @@ class LocalLearner:
         self.torn = False
 
     def update(
-        self, batch: TrainingBatch, phase: Collection[str], run_share: float, rng: np.random.Generator, show: Show
+        self, batch: TrainingBatch, phase: Collection[str], shares: RunShares, rng: np.random.Generator, show: Show
     ) -> Updated:
         if self.config.rollout.routing_replay and len(batch) and batch.routed_experts is None:
             raise ConfigError(
@@ -64,7 +64,8 @@ class LocalLearner:
                 if name in phase and name not in self.trained:
                     skip_draws(policy, batch, self.config.update, rng)
                 elif name in phase:
-                    policy.follow_run(run_share)
+                    if name in shares:
+                        policy.follow_run(shares[name])
                     metrics[name] = update_policy(policy, batch, self.config.update, self.config.loss, rng, show)
                     # A new version means that some update was not skipped.
                     policy.version += bool(metrics[name].get("updates"))

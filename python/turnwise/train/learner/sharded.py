@@ -31,7 +31,7 @@ from turnwise.train.checkpoint.run_state import set_generator_states
 from turnwise.train.checkpoint.shards import generators_file, write_shards
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.learner.learner import Show, T, Updated, Weights
+from turnwise.train.learner.learner import RunShares, Show, T, Updated, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import give_policies, shard_policies, whole
@@ -108,13 +108,13 @@ class ShardedLearner(LocalLearner):
 
     # -- the calls -----------------------------------------------------------------------------------------------------
     def update(
-        self, batch: TrainingBatch, phase: Collection[str], run_share: float, rng: np.random.Generator, show: Show
+        self, batch: TrainingBatch, phase: Collection[str], shares: RunShares, rng: np.random.Generator, show: Show
     ) -> Updated:
-        self._broadcast(("_train", (batch, list(phase), run_share, rng, _ignore)))
-        return self._train(batch, list(phase), run_share, rng, show)
+        self._broadcast(("_train", (batch, list(phase), shares, rng, _ignore)))
+        return self._train(batch, list(phase), shares, rng, show)
 
-    def _train(self, batch: TrainingBatch, phase: Any, run_share: float, rng: Any, show: Show) -> Updated:
-        return super().update(batch, phase, run_share, rng, show)
+    def _train(self, batch: TrainingBatch, phase: Any, shares: RunShares, rng: Any, show: Show) -> Updated:
+        return super().update(batch, phase, shares, rng, show)
 
     def send(self, name: str, receive: Callable[[Weights], T], *, base: bool = False) -> T:
         """Send as :class:`LocalLearner` does. Each weight is whole on rank 0 while ``receive`` reads it."""
@@ -256,9 +256,9 @@ class ParallelLearner(ShardedLearner):
         return outcomes
 
     # -- the calls -----------------------------------------------------------------------------------------------------
-    def _train(self, batch: TrainingBatch, phase: Any, run_share: float, rng: Any, show: Show) -> Updated:
+    def _train(self, batch: TrainingBatch, phase: Any, shares: RunShares, rng: Any, show: Show) -> Updated:
         def work() -> tuple[Updated, dict[str, Any]]:
-            updated = LocalLearner.update(self, batch, phase, run_share, rng, show)
+            updated = LocalLearner.update(self, batch, phase, shares, rng, show)
             return updated, {name: describe_progress(policy) for name, policy in self.trained.items()}
 
         try:
@@ -269,7 +269,8 @@ class ParallelLearner(ShardedLearner):
         metrics = {name: each for updated, _ in outcomes for name, each in updated.metrics.items()}
         for _, progress in outcomes:
             for name in progress.keys() - self.trained.keys():
-                self.policies[name].run_share = min(1.0, run_share)
+                if name in shares:
+                    self.policies[name].follow_run(shares[name])
                 restore_progress(self.policies[name], progress[name])
         ordered = {name: metrics[name] for name in self.policies if name in metrics}
         return Updated(ordered, frozenset().union(*(updated.moved for updated, _ in outcomes)))

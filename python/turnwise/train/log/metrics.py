@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,17 @@ def staleness(results: Sequence[GenerateResult], versions: Mapping[str, int]) ->
         return {}
     mean = sum(count * behind for count, behind in runs) / tokens
     return {"staleness": mean, "staleness_max": max(behind for _, behind in runs)}
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return ``metrics`` as plain floats, for logs of numbers. Warn of others, such as the text of a callback."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except Exception:  # of any object
+            warnings.warn(f"metric {name!r} is no number: TensorBoard and Prometheus don't get it", stacklevel=2)
+    return found
 
 
 # -- The sampling client -----------------------------------------------------------------------------------------------

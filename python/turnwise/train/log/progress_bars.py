@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from turnwise.utils.output import Output, printable
 
 SHOWN = {
     "validation": "validation",
@@ -28,12 +31,14 @@ class ProgressBars:
     """
 
     def __init__(self, total_steps: int, console: Console, *, shown: bool = True) -> None:
+        file: Any = Output.over(console.file)
+        console.file = file
         self.console = console
         self._progress = Progress(
-            TextColumn("[bold]{task.description:<8}"),
+            TextColumn("{task.description:<8}", style="bold", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
             console=console,
             disable=not (shown and console.is_terminal),
@@ -68,9 +73,8 @@ class ProgressBars:
         self.step(max(step, 0), {name: value for name, value in (metrics or {}).items() if name == "validation"})
 
     def note(self, text: str) -> None:
-        """Print one line above the bars."""
-        with suppress(ValueError):  # user code closed the stream
-            self._progress.console.print(text, highlight=False)
+        """Print ``text`` above the bars, as it is."""
+        self.console.print(Text(printable(text)), soft_wrap=True)
 
 
 def summary(metrics: Mapping[str, float]) -> str:

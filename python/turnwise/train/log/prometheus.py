@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.log.metrics import GROWTH
+from turnwise.train.log.metrics import GROWTH, numbers_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -51,9 +51,10 @@ class Prometheus:
         self._address, self._planned = config.log.prometheus, config.steps
         self._policies, self._actors = set(config.policies), set[str]()
         self._totals: dict[str, float] = {}
-        self._steps = 0
+        self._steps, self._logged_at = 0, 0.0
         self._server: Any = None
-        self._families = self._table(0, {})
+        self._newest: tuple[int, dict[str, float]] = (0, {})
+        self._families = self._table(*self._newest)
         self.open()
 
     def open(self) -> None:
@@ -74,9 +75,26 @@ class Prometheus:
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.open()
         self._steps += 1
-        self._families = self._table(step, metrics)
+        self._logged_at = time.time()
+        self._serve(step, {}, metrics)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Serve ``metrics`` beside those of the newest step, if they are of this step or a later one."""
+        newest, before = self._newest
+        if step >= newest:
+            self._serve(step, before, metrics)
+
+    def _serve(self, step: int, before: Mapping[str, float], added: Mapping[str, float]) -> None:
+        """Serve the metrics of ``step``: those from ``before``, and the ``added`` ones, which are counted once."""
+        self.open()
+        numbers = numbers_of(added)
+        self._actors |= {name.partition("/")[2] for name in numbers if name.startswith("completion_tokens/")}
+        for name, value in numbers.items():
+            if self._split(name)[0] in COUNTED:
+                self._totals[name] = self._totals.get(name, 0.0) + value
+        self._newest = step, {**before, **numbers}
+        self._families = self._table(*self._newest)
 
     def rewind(self, step: int) -> None:
         """Do nothing: only the newest step is served."""
@@ -113,14 +131,10 @@ class Prometheus:
         put("gauge", "turnwise_planned_steps", "Steps of the run.", self._planned)
         put("counter", "turnwise_steps", "Steps that this process has logged.", self._steps)
         if self._steps:
-            put("gauge", "turnwise_last_step_timestamp_seconds", "Unix time of the newest step.", time.time())
-        self._actors |= {name.partition("/")[2] for name in metrics if name.startswith("completion_tokens/")}
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        for name, value in numbers.items():
+            put("gauge", "turnwise_last_step_timestamp_seconds", "Unix time of the newest step.", self._logged_at)
+        for name, value in metrics.items():
             bare, labels = self._split(name)
-            if bare in COUNTED:
-                self._totals[name] = self._totals.get(name, 0.0) + value
-            elif name not in DERIVED:
+            if bare not in COUNTED and name not in DERIVED:
                 put("gauge", _legal(bare), f"{bare} of the newest step.", value, labels)
         for name, total in self._totals.items():
             bare, labels = self._split(name)

@@ -1,10 +1,11 @@
 """Writes a run's records: metrics (one line per step), ``rollouts.jsonl`` (a few episodes per step),
-``warnings.jsonl`` and ``warm_start.jsonl``. Also shows the progress bars."""
+``warnings.jsonl``, ``warm_start.jsonl`` and ``held_out.json``. Also shows the progress bars."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +15,19 @@ from rich.console import Console
 
 from turnwise.arena.recording.rollouts_jsonl import json_line, plain_result
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.eval.evaluate import Evaluation, describe, plain_evaluation
 from turnwise.train.log.progress_bars import ProgressBars, curve_line
 from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers, read_lines
 from turnwise.types import GenerateResult, Tokenizer
+from turnwise.utils import output
 from turnwise.utils.files import replace_text
 
 _FAILED_PER_STEP = 8
 """Most failed episodes of a step that are written in full: enough to see the cause, too few to fill a disk."""
 
+
+HELD_OUT = "held_out.json"
+"""File of a run folder with the held-out success after its last step."""
 
 _LONGEST = 8
 """Most tokens that one character may span; a longer broken sequence is shown as it is."""
@@ -51,7 +57,8 @@ class RunLog:
         self.tokenizer = tokenizer
         self.writers: list[MetricWriter] = [JsonLines(folder / "metrics.jsonl")] if writers is None else list(writers)
         self.progress = progress
-        self.bars = ProgressBars(total_steps, console or Console(), shown=progress)
+        self._printing = ExitStack()
+        self.bars = ProgressBars(total_steps, console or output.console(), shown=progress)
         folder.mkdir(parents=True, exist_ok=True)
 
     @classmethod
@@ -91,6 +98,7 @@ class RunLog:
 
     def __enter__(self) -> Self:
         self.open()
+        self._printing.enter_context(output.safe_output(of_run=True))
         self.bars.start()
         return self
 
@@ -98,6 +106,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bars.stop()
+        self._printing.close()
         self.close(error)
 
     def step(self, step: int, metrics: Mapping[str, float], results: Sequence[GenerateResult] = ()) -> None:
@@ -146,6 +155,14 @@ class RunLog:
         if self.writers:
             replace_text(self.folder / "warm_start.jsonl", "".join(json_line(row) + "\n" for row in rows))
 
+    def held_out(self, step: int, result: Evaluation) -> None:
+        """Write the held-out success after ``step`` to ``held_out.json``, and print it."""
+        plain = {"step": step, **plain_evaluation(result)}
+        replace_text(self.folder / HELD_OUT, json.dumps(plain) + "\n")
+        self.note(f"held-out {describe(result)}")
+        for name, one in result.by_task.items():
+            self.note(f"  {name}: {one.mean:.1%} (95% interval {one.low:.1%}–{one.high:.1%})")
+
     def note(self, text: str) -> None:
         """Print one line, above the bars if they are shown."""
         self.bars.note(text)
@@ -160,6 +177,8 @@ class RunLog:
             writer.rewind(step)
         for name in ("rollouts.jsonl", "warnings.jsonl"):
             keep_steps(self.folder / name, step)
+        if any(row["step"] > step for row in read_metrics(self.folder, HELD_OUT)):
+            (self.folder / HELD_OUT).unlink()
         validated = [row for row in read_metrics(self.folder) if "validation" in row]
         self.bars.rewind(step, validated[-1] if validated else None)
         return later

@@ -7,8 +7,6 @@ creates no empty log.
 
 from __future__ import annotations
 
-import json
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -17,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.log.metrics import numbers_of
 from turnwise.train.log.prometheus import Prometheus
+from turnwise.train.log.weights_and_biases import WandB
 from turnwise.utils.files import parse_json_line, replace_text, replacing
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
+        for name, value in numbers_of(metrics).items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
@@ -123,80 +123,6 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-class WandB:
-    """Sends metrics to one Weights & Biases run per run folder; ``folder/wandb.json`` keeps its id and last step.
-
-    ``mode="offline"`` writes below ``folder/wandb`` without network access; ``wandb sync`` sends it later. W&B can't
-    delete a step, so steps that a resumed run repeats are not sent again.
-    """
-
-    def __init__(self, folder: Path, project: str, *, mode: str, config: Mapping[str, Any] | None = None) -> None:
-        try:
-            import wandb  # noqa: F401
-        except ImportError as error:
-            raise ImportError("log.wandb needs wandb: pip install 'turnwise[wandb]'") from error
-        self.folder, self.project, self.mode, self.config = folder, project, mode, dict(config or {})
-        self._run: Any = None
-        self._id, self._last = "", -1
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._run is None:
-            self.open()
-        if step <= self._last:
-            return
-        # The file is written first: a kill in between loses this step instead of sending it twice.
-        self._last = step
-        self._remember()
-        self._run.log(dict(metrics), step=step)
-
-    def rewind(self, step: int) -> None:
-        if step < 0 and (self._run is None or self._last >= 0):  # no step is left, so a new W&B run begins
-            self.close()
-            self._file.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
-
-    @property
-    def _file(self) -> Path:
-        return self.folder / "wandb.json"
-
-    def open(self) -> None:
-        """Begin the W&B run, or go on with it. Raises ``ConfigError``, such as without an API key."""
-        if self._run is not None:
-            return
-        import wandb
-
-        if self._file.exists():
-            saved = json.loads(self._file.read_text(encoding="utf-8"))
-            self._id, self._last = saved["id"], saved["last_step"]
-        else:
-            self._id, self._last = secrets.token_hex(4), -1
-        try:
-            self._run = wandb.init(
-                project=self.project,
-                dir=str(self.folder),
-                id=self._id,
-                name=self.folder.name,
-                mode=self.mode,  # type: ignore[arg-type]
-                resume="allow" if self.mode == "online" else None,
-                config=self.config,
-                settings=wandb.Settings(silent=True, console="off", disable_git=True),
-            )
-        except (wandb.Error, OSError, ValueError) as error:
-            raise ConfigError(
-                f"config key 'log.wandb' = {self.project!r}: Weights & Biases opens no run: {error} "
-                "(log.wandb_mode = 'offline' needs neither key nor network)"
-            ) from error
-        self._remember()
-
-    def _remember(self) -> None:
-        text = json.dumps({"id": self._id, "project": self.project, "last_step": self._last})
-        replace_text(self._file, text + "\n")
 
 
 # -- Files of JSON lines, each with a step -----------------------------------------------------------------------------

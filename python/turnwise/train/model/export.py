@@ -1,17 +1,26 @@
-"""Exports trained policies as folders that transformers, peft and vLLM load."""
+"""Exports trained policies as folders that transformers, peft and vLLM load, and tries it before a run."""
 
 from __future__ import annotations
 
+import copy
+import json
+import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from turnwise.inference.weights.lora import AdaptedModel, shared_bases
 from turnwise.train.model.policy import Policy
+from turnwise.utils.files import replace_text
+
+MOST_LOST = 0.05
+"""Largest share of an adapter's update that the base's dtype may lose in a merged model."""
 
 Send = Callable[..., dict[str, Tensor]]
 """A learner's ``send``."""
@@ -32,18 +41,18 @@ def export_model(
 
     A full model is saved with ``save_pretrained``. For an adapter, ``folder`` holds the adapter in peft's format, with
     ``base`` as its base (by default the path that the base was loaded from). With ``merge``, ``folder/merged`` then
-    holds an equal model that needs no peft.
+    holds an equal model that needs no peft (:func:`save_merged`).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not isinstance(model, AdaptedModel):
-        model.save_pretrained(folder, state_dict=weights)
+        save_model(model, folder, weights)
     elif model.name is None:
-        _save_merged(model, folder)
+        save_merged(model, folder)
     else:
         _save_adapter(model, folder, base or model.shared.path, weights)
         if merge:
-            _save_merged(model, folder / "merged")
+            save_merged(model, folder / "merged")
             tokenizer.save_pretrained(folder / "merged")
     tokenizer.save_pretrained(folder)
 
@@ -64,7 +73,7 @@ def export_shards(
                 adapter = {key for key, _ in policy.weights()}
                 everything = send(name, _on_cpu, base=True)
                 shared = {key: tensor for key, tensor in everything.items() if key not in adapter}
-                policy.base.model.save_pretrained(base, state_dict=shared)
+                save_model(policy.base.model, Path(base), shared)
                 tokenizer.save_pretrained(base)
         if isinstance(policy.model, AdaptedModel) and policy.model.name is None:
             continue  # a frozen base: its own folder has it
@@ -86,7 +95,7 @@ def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Pat
     for number, shared in enumerate(shared_bases(policy.model for policy in policies.values())):
         if own_bases:
             folder = (run_dir / "bases" / str(number)).resolve()
-            _save_merged(shared.plain(), folder)
+            save_merged(shared.plain(), folder)
             tokenizer.save_pretrained(folder)
             bases[id(shared)] = str(folder)
     for name, policy in policies.items():
@@ -105,5 +114,105 @@ def _save_adapter(model: AdaptedModel, folder: Path, base: str, given: Mapping[s
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _save_merged(model: AdaptedModel, folder: Path) -> None:
-    model.shared.model.save_pretrained(folder, state_dict=model.shared.merged_weights(model))
+# -- transformers' own files -------------------------------------------------------------------------------------------
+def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write a transformers ``model``, or ``weights`` in its place, with configs that transformers takes."""
+    mend_config(model.config, getattr(model, "generation_config", None))
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config = mended_generation(model.generation_config)[0]
+    model.save_pretrained(folder, state_dict=weights)
+
+
+def save_merged(model: AdaptedModel, folder: Path) -> None:
+    """Write the plain model that computes the same as ``model``.
+
+    Its adapted weights are in float32 if the base's dtype would lose more than :data:`MOST_LOST` of the adapter's
+    update; a warning tells it.
+    """
+    lost, base = model.shared.lost_in_merge(model), model.shared.model
+    save_model(base, folder, model.shared.merged_weights(model, torch.float32 if lost > MOST_LOST else None))
+    if lost > MOST_LOST:
+        dtype, file = str(base.dtype).removeprefix("torch."), folder / "config.json"
+        replace_text(file, json.dumps({**json.loads(file.read_text(encoding="utf-8")), "dtype": "float32"}, indent=2))
+        warnings.warn(
+            f"{folder}: {dtype} would lose {lost:.0%} of the update of adapter {model.name!r}, so the merged weights "
+            f"are in float32. A program that computes in {dtype} loses it again: there, load the adapter itself",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def mended_generation(config: Any) -> tuple[Any, str]:
+    """Return a copy of a generation ``config`` that transformers writes, and what was mended; empty if nothing was.
+
+    Transformers reads, with a warning, settings that it refuses to write: above all a temperature without
+    ``do_sample``, which is then set. Other settings that don't fit are left out.
+    """
+    if not (reason := _refusal(config)):
+        return config, ""
+    given = config.to_diff_dict()
+    mended, left_out = min((_fitting(given), _fitting({"do_sample": True, **given})), key=lambda pair: len(pair[1]))
+    added = ["do_sample = true is added"] if mended.do_sample and not config.do_sample else []
+    left = [f"{', '.join(left_out)} is left out"] if left_out else []
+    return mended, f"{' and '.join(added + left)}, as {reason}"
+
+
+def _fitting(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return a generation config with the settings of ``given`` that fit together, and the names of the others."""
+    from transformers import GenerationConfig
+
+    config, left_out = GenerationConfig(), []
+    for key in sorted(given, key=lambda key: key not in ("do_sample", "num_beams")):  # on which others depend
+        before = copy.deepcopy(config)
+        setattr(config, key, given[key])
+        if _refusal(config):
+            config = before
+            left_out.append(key)
+    return config, left_out
+
+
+def _refusal(config: Any) -> str:
+    """Return why transformers refuses to write ``config``, in one line; empty if it takes it."""
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        lines = [line.strip("- ") for line in str(error).splitlines() if line.strip()]
+        return next((line for line in lines if "`" in line), lines[0])
+    return ""
+
+
+def mend_config(config: Any, generation: Any) -> str:
+    """Move settings for sampling from a model's ``config``, where transformers refuses them, to ``generation``.
+
+    Return their names; empty if there are none.
+    """
+    misplaced: dict[str, Any] = getattr(config, "_get_generation_parameters", dict)()
+    for key, value in misplaced.items():
+        delattr(config, key)
+        if generation is not None and getattr(generation, key, None) is None:
+            setattr(generation, key, value)
+    return ", ".join(misplaced)
+
+
+def check_savable(config: Any, generation: Any, tokenizer: Any) -> list[str]:
+    """Write what an export writes beside the weights, and return one line for each thing that it mends.
+
+    Raises ``ValueError`` for what can't be mended.
+    """
+    mended = []
+    if moved := mend_config(config, generation):
+        mended.append(
+            f"config.json has settings for sampling ({moved}), which an export moves to generation_config.json"
+        )
+    if generation is not None:
+        generation, text = mended_generation(generation)
+        mended += [f"transformers would not write its generation_config.json again: in exports {text}"] if text else []
+    parts = {"config.json": config, "generation_config.json": generation, "tokenizer": tokenizer}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, part in parts.items():
+            try:
+                if part is not None:
+                    part.save_pretrained(folder)
+            except Exception as error:  # of any kind: its code may come from the model's folder
+                raise ValueError(f"its {name} can't be exported: {type(error).__name__}: {error}") from error
+    return mended

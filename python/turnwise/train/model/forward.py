@@ -23,6 +23,7 @@ from turnwise.inference.common.hf_model import (
     last_mlp_at,
     recomputes,
     rope_limit,
+    token_rows,
     vocabulary_size,
     without_recomputing,
 )
@@ -167,7 +168,7 @@ class Forward:
             tensors[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
-        micro = trial(vocabulary_size(lm), length, lm.get_input_embeddings().weight.device)
+        micro = trial(self.rows, length, lm.get_input_embeddings().weight.device)
         with in_mode(lm), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             result = self(micro, entropy=True)
         del result
@@ -224,18 +225,25 @@ class Forward:
             return *results[0], others[0]
         return *_in_order(where, results), torch.cat(others)[torch.cat(where).argsort()]
 
+    @property
+    def rows(self) -> int:
+        """Number of tokens over which its distributions are."""
+        lm = self.lm
+        return token_rows(lm) or int(lm.get_output_embeddings().weight.shape[0])
+
     @torch.no_grad()
-    def top(self, micro: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
+    def top(self, micro: MicroBatch, k: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the ids ``[N, k]`` of the most likely tokens at each position, and their log-probs ``[N, k]``.
 
-        The micro-batch may be another policy's, so its experts are not replayed.
+        With ``rows`` it reads only so many rows, those of a smaller head. The micro-batch may be another policy's, so
+        its experts are not replayed.
         """
         where, parts = [], []
         for head, tokens in self._passes(micro.without_experts()):
             temperature = self._temperatures(micro, tokens)
             places = torch.arange(len(temperature), device=temperature.device)
             for part in places.split(max(1, MOST_LOGITS // vocabulary_size(self.lm))):
-                scaled = _wide(head.logits(part)) / temperature[part, None]
+                scaled = _wide(head.logits(part)[:, :rows]) / temperature[part, None]
                 parts.append(torch.log_softmax(scaled, dim=-1).topk(k, dim=-1))
             where.append(places if self.packed else tokens)
         order = torch.cat(where).argsort()
@@ -318,6 +326,8 @@ class Forward:
 
         # Taken here, as a sharded model's head is whole only during its pass.
         weight, bias, softcap = head_layer.weight, head_layer.bias, softcap_of(lm)
+        if (rows := token_rows(lm)) is not None:  # the others are no tokens
+            weight, bias = weight[:rows], None if bias is None else bias[:rows]
 
         def logits(which: Tensor) -> Tensor:
             raw = nn.functional.linear(hidden[inputs.at[which]], weight, bias)
@@ -349,7 +359,8 @@ class Forward:
         if len(inputs.input_ids) == 1 and "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
             others["logits_to_keep"], at = at, torch.arange(len(at))
         with nullcontext() if inputs.experts is None else replaying(inputs.experts):
-            logits_NV = lm(input_ids=inputs.input_ids, use_cache=False, **others).logits.flatten(0, 1)
+            output = lm(input_ids=inputs.input_ids, use_cache=False, **others)
+        logits_NV = output.logits.flatten(0, 1)[:, : token_rows(lm)]
 
         def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
             return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))

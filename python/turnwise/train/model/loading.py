@@ -9,6 +9,7 @@ the policies.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.export import check_savable
 from turnwise.train.model.policy import Policy
 from turnwise.utils.registry import did_you_mean
 
@@ -61,8 +63,10 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             continue
         seen.add(path)
         try:
-            rows = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-            loaded, generation = AutoTokenizer.from_pretrained(path), _generation_config(path)
+            whole, generation = AutoConfig.from_pretrained(path), _generation_config(path)
+            loaded, rows = AutoTokenizer.from_pretrained(path), whole.get_text_config().vocab_size
+            for mended in check_savable(whole, generation, loaded):
+                warnings.warn(f"config key {key!r} = {path!r}: {mended}", RuntimeWarning, stacklevel=2)
         except (OSError, ValueError) as error:
             folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
             problems.append(f"config key {key!r} = {path!r}: {folder or str(error).strip().splitlines()[0]}")

@@ -1,4 +1,4 @@
-"""A policy: named weights with their optimizer, their schedule and their log-probabilities."""
+"""A policy: named weights with their optimizer, their learning rate and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.inference.common.hf_model import recompute_layers, recomputes
+from turnwise.inference.common.hf_model import limit_head, recompute_layers, recomputes, tokens_of
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
@@ -36,8 +36,8 @@ class Policy:
     ``model`` is a Hugging Face causal LM or an :class:`AdaptedModel`; then only the adapter belongs to the policy, not
     the shared base. ``trainable=False`` builds no optimizer. ``reference`` is the frozen model of a KL term;
     ``with_reference`` makes one of the starting weights: for an adapter its base with adapters off.
-    ``total_steps`` is the length of the learning-rate schedule in updates; a run that ends at a number of sampled
-    tokens also calls :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
+    ``total_steps`` is the planned number of updates, over which the learning rate falls; a run, where steps may have
+    fewer, calls :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
     ``turnwise.train.model.forward.LAYOUTS``). Updates use dropout only if ``dropout`` is set; the sampler uses none.
     """
 
@@ -66,7 +66,6 @@ class Policy:
         self.last_entropy: float | None = None  # of the last step, if the coefficient is adaptive
         self._auto_tokens: int | None = None  # tokens of a micro-batch, once chosen
         self._halved = False
-        self.run_share = 0.0  # of the run that is over by its sampled tokens, 0 to 1
         self.max_grad_norm = config.max_grad_norm
         self.teaching: Any = None  # the teachers of its actors, if their forward KL is in the loss
         self.ranks = SINGLE_RANK  # the processes that hold its shards
@@ -85,8 +84,7 @@ class Policy:
         self.critic: nn.Linear | None = None  # the head of a value loss, which learners with a critic add
         self.critic_lr = 0.0
         self.optimizer: torch.optim.AdamW | None = None
-        self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
-        self._config, self._total_steps = config, total_steps
+        self._config, self._place = config, RunPlace(total_steps)
         self.masters = MasterWeights(())
         self.computes_in: dict[str, torch.dtype] = {}  # dtype of sharded weights in a pass, if it is another one
         self.build_optimizer()
@@ -95,7 +93,7 @@ class Policy:
         """End the training of this policy, and give back the memory for it: masters, gradients and moments."""
         self.discard_gradient()
         self.masters.drop()
-        self.optimizer = self.schedule = None
+        self.optimizer = None
 
     def _set_mode(self, dropout: bool) -> None:
         """Let layers recompute in evaluation mode too, and warn of the effect of ``dropout``."""
@@ -112,21 +110,17 @@ class Policy:
         warnings.warn(f"policy {self.name!r}: {text}", RuntimeWarning, stacklevel=3)
 
     def build_optimizer(self) -> None:
-        """Make a new optimizer of the present parameters, and its schedule, unless the policy is frozen."""
+        """Make a new optimizer of the present parameters, unless the policy is frozen."""
         config = self._config
         self.masters.drop()
         if self.trainable:
             self.masters = MasterWeights(self._own_parameters())
-            groups: list[dict[str, Any]] = [{"params": self.trained_parameters()}]
+            groups: list[dict[str, Any]] = [{"params": self.trained_parameters(), "peak": config.lr}]
             if self.critic is not None:
-                groups.append({"params": list(self.critic.parameters()), "lr": self.critic_lr, "weight_decay": 0.0})
+                head = {"params": list(self.critic.parameters()), "peak": self.critic_lr, "weight_decay": 0.0}
+                groups.append(head)
             self.optimizer = torch.optim.AdamW(
                 groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-            )
-            falling, total = SCHEDULES[config.schedule], self._total_steps
-            self.schedule = torch.optim.lr_scheduler.LambdaLR(
-                self.optimizer,
-                lambda step: _rate(step, total, self.run_share, config.warmup, config.min_lr_ratio, falling),
             )
 
     def add_critic(self, head: nn.Linear, lr: float) -> None:
@@ -239,17 +233,19 @@ class Policy:
 
         Raises ``FloatingPointError`` for a gradient that is not finite; the weights then stay as they are.
         """
-        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
+        assert self.optimizer is not None, f"policy {self.name!r} is frozen"
         clipped: Any = nn.utils.clip_grad_norm_(self.trained_parameters(), self.max_grad_norm)
         norm = float(clipped.full_tensor() if hasattr(clipped, "full_tensor") else clipped)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"policy {self.name!r}: gradient norm is {norm} at update {self.updates}")
         self.is_stepping = True
+        factor = self._place.rate(self._config, self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
         self.optimizer.step()
         self.masters.write()
         self.optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()
         self.updates += 1
         self.is_stepping = False
         return norm
@@ -258,30 +254,18 @@ class Policy:
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
         assert self.optimizer is not None, f"policy {self.name!r} is frozen"
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def seek_schedule(self, updates: int) -> None:
-        """Set the learning rate to its value after ``updates`` updates of this policy's schedule."""
-        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
-        self.schedule.last_epoch = updates
-        rates = [
-            base * rate(updates) for base, rate in zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.schedule._last_lr = rates
+        return self._config.lr * self._place.rate(self._config, self.updates)
 
     def follow_run(self, share: float) -> None:
-        """Advance the learning rate's decay to ``share`` of the run, 0 to 1, unless the updates are already past it.
+        """Set the learning rate's place to ``share`` of the run, 0 to 1; the step's updates go on from there.
 
-        A run that ends at a number of sampled tokens calls this before each batch, as it can't know its last update.
+        A run calls this before each step, as steps without an update, and skipped updates, also bring it nearer to its
+        end.
         """
-        self.run_share = min(1.0, share)
-        if self.schedule is not None:
-            self.seek_schedule(self.schedule.last_epoch)
+        self._place.follow(min(1.0, share), self.updates)
 
     def discard_gradient(self) -> None:
-        """Skip an update: weights, optimizer and schedule stay as they are."""
+        """Skip an update: weights and optimizer stay as they are."""
         assert self.optimizer is not None, f"policy {self.name!r} is frozen"
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -370,6 +354,14 @@ class Policy:
             yield from named_weights(self.base)
 
 
+def limit_heads(policies: Mapping[str, Policy], tokenizer: Any) -> None:
+    """Leave the rows of heads that are no tokens out of the distributions of ``policies`` and their references."""
+    rows = tokens_of(tokenizer)
+    for policy in policies.values():
+        for part in ("model", "reference"):  # a policy of other processes may have neither
+            limit_head(getattr(policy, part, None), rows)
+
+
 def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
     """Return the fingerprint of each policy by name, and of each shared base as ``"the base of <a policy>"``."""
     bits = {name: policy.fingerprint() for name, policy in policies.items()}
@@ -389,14 +381,28 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 """Decay shapes: the rate falls from 1 to 0 while the progress goes from 0 to 1."""
 
 
-def _rate(step: int, total: int, share: float, warmup: int, floor: float, falling: Callable[[float], float]) -> float:
-    """Return the rate's factor: linear warm-up over ``warmup`` updates, then from 1 down to ``floor``.
+class RunPlace:
+    """Place of a policy in its run of ``total`` planned updates, from 0 at the start to 1 at the end.
 
-    It reaches ``floor`` at update ``total``, or at a ``share`` of the run of 1, whichever comes first.
+    Each update advances it by ``1 / total``, and :meth:`follow` sets it.
     """
-    if step < warmup:
-        return (step + 1) / warmup
-    if floor >= 1:
-        return 1.0
-    by_updates = (step - warmup) / (total - warmup) if total > warmup else 0.0
-    return floor + (1 - floor) * falling(min(1.0, max(by_updates, share)))
+
+    def __init__(self, total: int) -> None:
+        self.total = max(1, total)
+        self._share, self._updates = 0.0, 0
+
+    def follow(self, share: float, updates: int) -> None:
+        """Set the place to ``share`` at the present number of ``updates``."""
+        self._share, self._updates = share, updates
+
+    def rate(self, config: OptimizerConfig, updates: int) -> float:
+        """Return the learning rate after ``updates`` updates, as a share of its peak.
+
+        It rises over the first ``warmup`` updates, and falls from 1 at the place where these should end to
+        ``min_lr_ratio`` at the end of the run.
+        """
+        place, floor = self._share + (updates - self._updates) / self.total, config.min_lr_ratio
+        rising = min(1.0, (updates + 1) / config.warmup) if config.warmup else 1.0
+        begin = config.warmup / self.total
+        progress = (place - begin) / (1 - begin) if begin < 1 else 0.0
+        return rising * (floor + (1 - floor) * SCHEDULES[config.schedule](min(1.0, max(0.0, progress))))

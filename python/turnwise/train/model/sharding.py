@@ -54,8 +54,12 @@ class ShardedForward:
         result: tuple[Tensor, Tensor | None, Tensor] = self.root(self.read.with_others, micro, ids_Nk)
         return result
 
-    def top(self, micro: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.root(self.read.top, micro, k)
+    @property
+    def rows(self) -> int:
+        return self.read.rows
+
+    def top(self, micro: MicroBatch, k: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.root(self.read.top, micro, k, rows)
         return result
 
 

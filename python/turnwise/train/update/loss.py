@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import KL, ImportanceCorrection, PolicyLoss, aggregate, loss_normalizer, policy_loss, select_tokens
+from turnwise.ops.common.layout import RowLayout
+from turnwise.ops.loss.reference import correction_weights
+from turnwise.ops.loss.variants import LOG_RATIO_BOUND
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.update.loss_types import make_variant
@@ -23,6 +26,10 @@ OBSERVATIONS, OBSERVED_TOKENS = "loss_observations", "observation_tokens"
 """Metrics: the mean cross entropy of the observed tokens, in nats, and their number; with ``loss.observations``."""
 WEIGHTS = {OBSERVATIONS: OBSERVED_TOKENS}
 """Metrics that are means over other tokens than those that train, and the metric that counts these."""
+
+ESS, MEAN, SQUARE = "ess", "importance_weight", "importance_weight_square"
+"""Metrics: the effective sample size, as a share of the tokens; the mean importance weight of a token, and that of its
+square. The first is that of a whole step, so that it does not depend on the cut into micro-batches or over ranks."""
 
 
 class Loss:
@@ -121,6 +128,7 @@ class Loss:
             selected=selected_N,
             **aggregation,
         )
+        out = with_moments(out, micro, old_logprobs_N, self.correction, self.num_actors)
         # The entropy bonus needs gradients, so it is added outside of the op.
         if not self.entropy_coef or entropies_N is None:
             return out
@@ -179,6 +187,41 @@ class Loss:
         }
 
 
+@torch.no_grad()
+def with_moments(
+    out: PolicyLoss, micro: MicroBatch, old_logprobs_N: Tensor, correction: ImportanceCorrection | None, actors: int
+) -> PolicyLoss:
+    """Replace the effective sample size of a micro-batch by the means that it consists of, overall and by actor."""
+    if ESS not in out.metrics:
+        return out
+    mask_N = micro.mask_N.bool()
+    mismatch_N = torch.where(mask_N, old_logprobs_N.float() - micro.rollout_logprobs_N, 0.0)
+    if correction is None:
+        weights_N = mismatch_N.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    else:
+        weights_N, _ = correction_weights(mismatch_N, RowLayout(mismatch_N, micro.cu_seqlens), correction)
+    columns = torch.stack([torch.ones_like(weights_N), weights_N, weights_N.square()], -1).double() * mask_N[:, None]
+    sums = columns.new_zeros(actors, 3).index_add_(0, micro.actor_ids_B[micro.row_N], columns)
+    names = (MEAN, SQUARE)
+    whole, by_actor = (table[..., 1:] / table[..., :1].clamp_min(1) for table in (sums.sum(0), sums))
+    kept, kept_by_actor = ({k: v for k, v in m.items() if k != ESS} for m in (out.metrics, out.actor_metrics))
+    return out._replace(
+        metrics={**kept, **dict(zip(names, whole, strict=True))},
+        actor_metrics={**kept_by_actor, **dict(zip(names, by_actor.unbind(1), strict=True))},
+    )
+
+
+def with_sample_sizes(metrics: dict[str, float]) -> dict[str, float]:
+    """Replace each mean of squares in a step's ``metrics`` by the effective sample size, ``mean**2 / mean of squares``.
+
+    Example: ``{"importance_weight": 1.0, "importance_weight_square": 2.0}`` has an ``ess`` of 0.5
+    """
+    for key in [key for key in metrics if key.endswith(SQUARE)]:
+        square, prefix = metrics.pop(key), key.removesuffix(SQUARE)
+        metrics[prefix + ESS] = metrics[prefix + MEAN] ** 2 / square if square else 0.0
+    return metrics
+
+
 def check_observations(name: str, batch: TrainingBatch, rows: np.ndarray) -> None:
     """Raise ``ValueError`` if the batch's observed tokens are not marked. Warn if ``rows``, of policy ``name``, have
     none."""
@@ -220,3 +263,19 @@ def check_loss(config: LossConfig) -> list[str]:
     except Exception as error:  # a custom loss may raise anything
         return [f"config section 'loss' (type {config.type!r}), tried on four tokens: {type(error).__name__}: {error}"]
     return []
+
+
+def moves_without_advantage(config: LossConfig) -> bool:
+    """Return True if the loss of the config's type has a gradient where all advantages are 0, such as DRO's.
+
+    Losses that select tokens of the minibatch compare rows, and move none without an advantage by themselves.
+    """
+    variant = make_variant(config)
+    if variant.selects:
+        return False
+    aggregation = (variant.aggregations or ("token-mean",))[0]
+    logprobs, old = torch.tensor([-1.0, -0.5], requires_grad=True), torch.tensor([-1.2, -0.3])
+    layout: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2]), "aggregation": aggregation}
+    loss = policy_loss(logprobs, old, torch.zeros(1), variant=variant, **layout).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+    return gradient is not None and bool(gradient.any())

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ def warm_start(
     micro_batch_tokens: int = 2048,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
     on_check: Callable[[HeldOutCheck], None] = lambda check: None,
+    saver: Saver | None = None,
 ) -> WarmStart:
     """Train ``model`` in place for at most ``config.steps`` on batches drawn without replacement.
 
@@ -61,7 +63,8 @@ def warm_start(
     every ``config.check_every`` steps and at the end; ``on_check`` gets these measurements. :class:`Stop` decides when
     the warm start ends early. Successive rows with the same prompt are drawn together, so that in a trie the prompt
     passes through the model once. ``micro_batch_tokens`` bounds the tokens of one forward pass. The learning rate
-    (``config.lr``, or :func:`default_lr`) falls linearly to a tenth.
+    (``config.lr``, or :func:`default_lr`) falls linearly to a tenth. ``saver`` saves the warm start, and restores it:
+    it then goes on as if it had not been interrupted, and ``on_check`` gets the earlier measurements again.
     Raises ``ValueError`` for no demonstrations, and for targets with too few prompts to hold some out;
     ``FloatingPointError`` for a loss that is not finite.
     """
@@ -98,7 +101,16 @@ def warm_start(
     stop = Stop(policy, config, HeldOut(held_out_rows, micro_batch_tokens) if held_out else None, on_check)
     # One update per step; when the order runs out, the groups are shuffled again, or begin again.
     order: list[int] = []
-    while not stop.ended():
+
+    def state() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        drawn = {"order": order, "shuffled": shuffled, "rng": rng.bit_generator.state}
+        return {**drawn, "stop": stop.state_dict()}, stop.best_weights
+
+    if saver is not None and (found := saver.load(policy)) is not None:
+        saved, best = found
+        order, shuffled, rng.bit_generator.state = saved["order"], saved["shuffled"], saved["rng"]
+        stop.load_state_dict(saved["stop"], best)
+    while not stop.done.ended and not stop.ended():
         while len(order) < config.batch_size:
             drawn_groups = shuffled if config.shuffle else range(len(groups))
             order.extend(row for group in drawn_groups if group not in held_out for row in groups[group])
@@ -110,9 +122,25 @@ def warm_start(
             raise FloatingPointError(f"{error} (step {stop.done.steps}); lower warm_start.lr = {lr}") from error
         stop.add_step(last)
         on_step(stop.done.steps, last)
+        if saver is not None:
+            saver.after_step(policy, stop.done.steps, state)
+    if saver is not None:
+        saver.save(policy, stop.done.steps, *state())
     policy.release()  # the model goes on: its later policy has masters and moments of its own
     model.eval()
     return stop.done
+
+
+class Saver(Protocol):
+    """Saves a warm start, and restores it (:class:`turnwise.train.checkpoint.warm_start.WarmStartSaver`)."""
+
+    def load(self, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor]] | None: ...
+
+    def save(self, policy: Policy, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None: ...
+
+    def after_step(
+        self, policy: Policy, step: int, state: Callable[[], tuple[Mapping[str, Any], Mapping[str, Tensor]]]
+    ) -> None: ...
 
 
 def default_lr(model: nn.Module) -> float:
@@ -141,6 +169,25 @@ class Stop:
         self.done = WarmStart(0 if held_out is None else held_out.prompts)
         self._recent = deque[float](maxlen=_SMOOTHED)
         self._best: tuple[HeldOutCheck, dict[str, Tensor]] | None = None
+
+    @property
+    def best_weights(self) -> dict[str, Tensor]:
+        """The weights with the lowest held-out loss so far, if they are kept."""
+        return {} if self._best is None else self._best[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-ready state, without :attr:`best_weights`."""
+        best = None if self._best is None else asdict(self._best[0])
+        return {"done": asdict(self.done), "recent": list(self._recent), "best": best}
+
+    def load_state_dict(self, state: Mapping[str, Any], best_weights: dict[str, Tensor]) -> None:
+        checks = [HeldOutCheck(**check) for check in state["done"]["checks"]]
+        self.done = WarmStart(**{**state["done"], "checks": checks})
+        self._recent.extend(state["recent"])
+        best = None if state["best"] is None else HeldOutCheck(**state["best"])
+        self._best = None if best is None else (best, best_weights)
+        for check in checks:
+            self.on_check(check)
 
     def add_step(self, loss: float) -> None:
         """Count a step and its loss."""

@@ -18,6 +18,7 @@ from turnwise.chat.tools import schemas
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Actor, Messages, TrainingBatch
 from turnwise.utils.files import read_json_lines
+from turnwise.utils.values import check_texts
 
 NAME = "warm start"
 """Name of the actor and of the policy in a batch of demonstrations."""
@@ -162,6 +163,26 @@ class RowReader:
         return None
 
 
+def demonstrated(shown: Sequence[Any], actors: Collection[str], whose: str) -> list[SFTRow]:
+    """Return the rows of a task's demonstrations. Raises :class:`ConfigError` that names a bad one by its number."""
+    rows = []
+    for number, one in enumerate(shown):
+        source = f"demonstration {number}"
+        try:
+            actor, messages, completion = one
+            check_texts([messages, completion])
+            if actor not in actors:
+                raise ValueError(f"{actor!r} is no actor; expected one of {', '.join(actors)}")
+            if not isinstance(completion, str) or not isinstance(messages, (list, str)) or not messages:
+                raise ValueError("expected messages and a text")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{whose}: {source} is {one!r:.80}: expected an actor, the messages that it sees, its answer: {error}"
+            ) from None
+        rows.append(SFTRow(messages, completion, actor, source))
+    return rows
+
+
 def tokenize(format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = None) -> Demonstration:
     """Tokenize the prompt as a model call would, and the completion as a model would sample it, with its end.
 
@@ -170,10 +191,36 @@ def tokenize(format: ChatFormat, row: SFTRow, prompt: Sequence[int] | None = Non
     if prompt is None:
         prompt = _Look(format).prompt_ids(row.prompt)
     if row.recorded:
-        completion = format.begun_ids({"content": row.completion, "reasoning_content": row.thought}, prompt)
-    else:
-        completion = format.encode(row.completion)
-    return Demonstration(prompt, [*completion, *format.end_token_ids])
+        message = {"content": _without_end(format, row.completion), "reasoning_content": row.thought}
+        return Demonstration(prompt, [*format.begun_ids(message, prompt), *format.end_token_ids])
+    return Demonstration(prompt, _ended_once(format, format.encode(row.completion)))
+
+
+def _ended_once(format: ChatFormat, completion: Sequence[int]) -> list[int]:
+    """Return the ids of ``completion`` with one end: its own, if it is written in it, else the format's.
+
+    Whitespace after a written end, as in ``"4<|im_end|>\\n"``, is no part of the turn.
+    """
+    ids, stops, ends = list(completion), set(format.stop_token_ids), len(completion)
+    for index in reversed(range(len(ids))):
+        if ids[index] in stops:
+            ends = index
+        elif format.tokenizer.decode(ids[index:ends]).strip():
+            break
+    if ends < len(ids):
+        return ids[: ends + 1]
+    closing = list(format.end_token_ids)  # of several, the first ones may be written
+    written = next((n for n in range(len(closing), 0, -1) if ids[-n:] == closing[:n]), 0)
+    return [*ids, *closing[written:]]
+
+
+def _without_end(format: ChatFormat, text: str) -> str:
+    """Return the text of a completion without an end of turn that is written out at its end."""
+    for token in format.stop_token_ids:
+        bare = text.rstrip().removesuffix(format.tokenizer.decode([token], skip_special_tokens=False))
+        if len(bare) < len(text.rstrip()):
+            return _without_end(format, bare)
+    return text
 
 
 def fitting(
@@ -194,7 +241,7 @@ def fitting(
     looks = _Looks(tokenizer, actors)
     every: list[Demonstration] = []
     rendered: tuple[SFTRow, Sequence[int]] | None = None
-    ambiguous, again = Counter[str](), 0
+    ambiguous, again, goes_on = Counter[str](), 0, list[SFTRow]()
     for row in rows:
         look = looks.of(row)
         if (seen := _as_recorded(look, row)) is not None:
@@ -204,6 +251,8 @@ def fitting(
         if rendered is None or (rendered[0].prompt, rendered[0].actor) != (row.prompt, row.actor):
             rendered = row, look.prompt_ids(row.prompt)
         every.append(tokenize(look.format, row, rendered[1]))
+        if set(every[-1].completion_token_ids[:-1]) & set(look.format.stop_token_ids):
+            goes_on.append(row)
         again += row.recorded and list(rendered[1]) != list(row.prompt_token_ids)
         if look.differing and not isinstance(row.prompt, str):
             ambiguous[look.differing] += 1
@@ -211,6 +260,11 @@ def fitting(
         note(
             f"warm start: {count} of {len(every)} rows may be of several actors, whose {differing} differ: they are "
             "rendered without these. Set 'actor' in each row, or begin its messages with the system message"
+        )
+    if goes_on:
+        note(
+            f"warm start: {len(goes_on)} of {len(every)} rows go on after a token that ends the turn, where sampling "
+            f"stops: expected one turn in each, as in {goes_on[0].source}"
         )
     if again:
         note(

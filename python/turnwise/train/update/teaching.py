@@ -37,7 +37,7 @@ class Teaching:
             own_N = torch.isin(micro.actor_ids_B, micro.actor_ids_B.new_tensor(pupils))[micro.row_N] & free_N
             if own_N.any() or policy.ranks.size > 1:  # the ranks of a sharded teacher make each pass together
                 teacher.model.eval()
-                ids, logprobs = teacher.forward.top(micro, self.top_k)
+                ids, logprobs = teacher.forward.top(micro, self.top_k, policy.forward.rows)
                 ids_Nk[own_N], top_Nk[own_N] = ids[own_N], logprobs[own_N].to(top_Nk.dtype)
                 taught_N |= own_N
         logprobs_N, entropies_N, others_Nk = policy.forward.with_others(micro, ids_Nk)

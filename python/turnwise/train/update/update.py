@@ -25,7 +25,7 @@ from turnwise.train.update.baseline import subtract_optimal_baseline
 from turnwise.train.update.critic import Targets, add_value_loss, estimate_advantages, keep_states, values_of
 from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
 from turnwise.train.update.kl import adapted, coefficient
-from turnwise.train.update.loss import OBSERVED_TOKENS, WEIGHTS, Loss, check_observations
+from turnwise.train.update.loss import OBSERVED_TOKENS, WEIGHTS, Loss, check_observations, with_sample_sizes
 from turnwise.train.update.masks import MaskedMicroBatch
 from turnwise.types import TrainingBatch
 from turnwise.utils.memory import is_out_of_memory
@@ -344,7 +344,7 @@ class UpdateLog:
             for i, actor in enumerate(self.actors):
                 if actor_tokens[:, i].any():
                     metrics[f"{actor}/{name}"] = _reduce(name, values[:, i], actor_tokens[:, i])
-        return metrics | self._routing_shares() | self._masked_shares()
+        return with_sample_sizes(metrics) | self._routing_shares() | self._masked_shares()
 
     def _routing_shares(self) -> dict[str, float]:
         """Return the share of tokens whose experts are replayed, and that of them which another row's experts took."""

@@ -12,7 +12,7 @@ from turnwise.arena.runtime.user_code import hook
 from turnwise.integrations.environments.base.forks import RunningPlay
 from turnwise.integrations.environments.base.play import ForeignGame, PlayView
 from turnwise.integrations.environments.base.texts import with_moves
-from turnwise.types import EpisodeState, Messages
+from turnwise.types import PAID_OTHERS, EpisodeState, Messages
 
 MODEL = "model"
 """Name in metrics of the actor that the model plays against a random player, for any seat."""
@@ -29,7 +29,7 @@ class ForeignEpisode(MultiTurnEpisode):
 
     Rewards are the sums that the environment pays each actor. An illegal move ends the play: its actor loses
     ``game.invalid_cost``, and in a competitive game the others share it. In a tree an action earns its actor's
-    immediate reward.
+    immediate reward, and then what later actions of others bring this actor until it acts again.
 
     Example: ``ForeignEpisode(OpenSpielGame(options))`` with ``EpisodeRequest("openspiel:kuhn_poker", {"seed": 7})``
     """
@@ -71,11 +71,16 @@ class ForeignEpisode(MultiTurnEpisode):
         is_legal = await self._act(state, text)
         data["moves"].setdefault(actor, []).append(is_legal)
         await self._let_others_act(state)
-        data["earned"] = self.rewards(state)[actor] - before[actor]
+        earned = {each: total - before[each] for each, total in self.rewards(state).items()}
+        data["earned"] = earned.pop(actor)
+        if self._is_tree(arena):
+            state.trajectory[-1].info[PAID_OTHERS] = {each: reward for each, reward in earned.items() if reward}
 
     def step_reward(self, state: EpisodeState, arena: Any, artifact: Any) -> float | None:
-        is_tree = self.sampler is not None and not arena.is_evaluation
-        return state.data["earned"] if is_tree else None
+        return state.data["earned"] if self._is_tree(arena) else None
+
+    def _is_tree(self, arena: Any) -> bool:
+        return self.sampler is not None and not arena.is_evaluation
 
     def is_done(self, state: EpisodeState, arena: Any, artifact: Any) -> bool:
         return bool(state.data["illegal"]) or state.data["play"].view.is_over

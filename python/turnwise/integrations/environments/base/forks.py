@@ -7,6 +7,7 @@ random generator. So a game's fork method is proved before a run, and each fork 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from random import Random
 from threading import RLock
 from typing import Any
@@ -104,8 +105,9 @@ class RunningPlay:
         method = self.game.fork_method
         if method is None:
             raise ForkError(f"task {self.game.name!r} can't be forked: {self.game.unforkable}")
-        play = None if self.view.is_over else method.fork(self.game, self._play)
-        fork = RunningPlay(self.game, self.seed, self.actions, self.views, play)
+        with self._lock:
+            play = None if self.view.is_over else method.fork(self.game, self._play)
+            fork = RunningPlay(self.game, self.seed, self.actions, self.views, play)
         fork._is_checked = play is None
         return fork
 
@@ -170,15 +172,20 @@ def prove(game: ForeignGame, method: ForkMethod, seeds: Sequence[int] = PROOF_SE
     try:
         for seed in seeds:
             rng = Random(f"proof/{seed}")
-            play = RunningPlay.start(game, seed)
-            while not play.view.is_over and len(play.actions) < moves:
-                nodes += 1
-                aside, fork = (RunningPlay.__deepcopy__(play, {}) for _ in range(2))
-                action = game.read(game.random_reply(play.view, rng), play.view)
-                for each in (aside, fork):
-                    each._is_checked = False
-                aside.act(game.read(game.random_reply(play.view, rng), play.view))
-                compare(game, len(play.actions) + 1, fork.act(action), play.act(action))
+            with closing(RunningPlay.start(game, seed)) as play:
+                while not play.view.is_over and len(play.actions) < moves:
+                    nodes += 1
+                    _compare_forks(game, play, rng)
     finally:
         game.fork_method = before
     return nodes
+
+
+def _compare_forks(game: ForeignGame, play: RunningPlay, rng: Random) -> None:
+    """Do a random action in ``play`` and in a fork of it, after another fork has taken another one."""
+    with closing(RunningPlay.__deepcopy__(play, {})) as aside, closing(RunningPlay.__deepcopy__(play, {})) as fork:
+        action = game.read(game.random_reply(play.view, rng), play.view)
+        for each in (aside, fork):
+            each._is_checked = False
+        aside.act(game.read(game.random_reply(play.view, rng), play.view))
+        compare(game, len(play.actions) + 1, fork.act(action), play.act(action))

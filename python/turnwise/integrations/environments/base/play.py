@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
@@ -179,6 +180,19 @@ class ForeignGame(ABC):
         if not moves:
             raise ValueError(f"task {self.name!r} lists no moves here: expected opponent = 'none', without trees")
         return rng.choice(moves)
+
+
+@contextmanager
+def closed_on_error(env: Any) -> Iterator[None]:
+    """Close ``env`` if the block fails: its play is not there yet, so nothing else would."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            env.close()
+        except Exception as second:
+            error.add_note(f"and then it could not be closed: {second!r}")
+        raise
 
 
 def named_function(name: str, option: str) -> Callable[..., Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from random import Random
 from typing import Any, ClassVar
 
@@ -115,14 +116,13 @@ class ForeignTask:
         prompts = {actor.id: actor.system_prompt for actor in self.actors}
         shown: list[Demonstration] = []
         for value in self.draw("train", n, f"demonstrations/{seed}"):
-            play = RunningPlay.start(self.game, value)
-            while not play.view.is_over and len(play.actions) < self.game.max_turns and len(shown) < n:
-                view, reply = play.view, self.game.random_reply(play.view, rng)
-                said: Messages = [{"role": "system", "content": prompts[view.actor]}]
-                said.append({"role": "user", "content": with_moves(view.text, view.legal)})
-                shown.append((view.actor, said, reply))
-                play.act(self.game.read(reply, view))
-            play.close()
+            with closing(RunningPlay.start(self.game, value)) as play:
+                while not play.view.is_over and len(play.actions) < self.game.max_turns and len(shown) < n:
+                    view, reply = play.view, self.game.random_reply(play.view, rng)
+                    said: Messages = [{"role": "system", "content": prompts[view.actor]}]
+                    said.append({"role": "user", "content": with_moves(view.text, view.legal)})
+                    shown.append((view.actor, said, reply))
+                    play.act(self.game.read(reply, view))
             if len(shown) >= n:
                 break
         return shown

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
+from turnwise.utils.files import expanded
+
 TOOLS = ("docker", "podman", "bwrap")
 FOLDER, PRIVATE = "/episode", "/turnwise"
 """The episode's folder, and the one of the question and the result, as the agent sees them."""
@@ -45,10 +47,12 @@ class Container:
     @classmethod
     def of(cls, given: str | Mapping[str, Any]) -> Self:
         """Return a container that this machine can run. Raises ``ValueError`` or ``RuntimeError`` otherwise."""
-        table = {"tool": given} if isinstance(given, str) else dict(given)
+        table: dict[str, Any] = {"tool": given} if isinstance(given, str) else dict(given)
         names = [field.name for field in fields(cls)]
         if unknown := [name for name in table if name not in names]:
             raise ValueError(f"gateway.container.{unknown[0]}: unknown, expected some of {names}")
+        if not isinstance(mounts := table.get("mounts", ()), str):
+            table["mounts"] = [expanded(path) for path in mounts]
         container = cls(**table)
         if container.tool == "auto":
             found = [tool for tool in TOOLS if (tool != "bwrap") == bool(container.image) and shutil.which(tool)]

@@ -25,6 +25,7 @@ from turnwise.integrations.gateway.process import supervisor
 from turnwise.integrations.gateway.process.container import FOLDER, PRIVATE, Container, container_name
 from turnwise.integrations.gateway.process.program import check_arguments, collect, read_result, render
 from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.utils.files import expanded
 
 OUTPUT_BYTES = 64 * 1024
 """Number of the latest bytes of a process's output that are kept."""
@@ -90,7 +91,7 @@ class ProcessEpisode(GatewayEpisode):
         self.command, self.env, self.grace = list(command), dict(env or {}), grace
         self.stdin, self.collect = stdin, collect
         self.container = None if container is None else Container.of(container)
-        self.files = {name: Path(path).absolute() for name, path in (files or {}).items()}
+        self.files = {name: expanded(Path(path)).absolute() for name, path in (files or {}).items()}
         for name, path in self.files.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"files={name!r}: expected a name inside the process's folder")

@@ -163,7 +163,7 @@ def _deltas(block: Mapping[str, Any]) -> list[dict[str, Any]]:
                 {"type": "signature_delta", "signature": block["signature"]},
             ]
         case _:
-            return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+            return [{"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}]
 
 
 def error(error: WireError) -> dict[str, Any]:

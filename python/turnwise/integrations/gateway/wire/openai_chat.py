@@ -156,11 +156,12 @@ def _message(choice: Choice) -> dict[str, Any]:
     calls = message.get("tool_calls", [])
     if calls:
         message["content"] = message["content"] or None
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in calls
-        ]
+        message["tool_calls"] = [{**call, "function": _as_text(call["function"])} for call in calls]
     return message
+
+
+def _as_text(function: dict[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
 def _logprobs(choice: Choice, ask: Ask, format: ChatFormat) -> dict[str, Any] | None:

@@ -199,7 +199,7 @@ def _items(answered: Answered, ask: Ask, format: ChatFormat) -> list[dict[str, A
                 "id": f"fc_{answered.id}_{index}",
                 "call_id": call["id"],
                 "name": function["name"],
-                "arguments": json.dumps(function["arguments"]),
+                "arguments": json.dumps(function["arguments"], ensure_ascii=False),
                 "status": "completed",
             }
         )

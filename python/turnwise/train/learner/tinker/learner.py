@@ -27,7 +27,7 @@ from turnwise.train.checkpoint.files import (
 )
 from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.learner.learner import Show, T, Updated, Weights
+from turnwise.train.learner.learner import RunShares, Show, T, Updated, Weights
 from turnwise.train.learner.tinker.remote import Passed, RemoteAdapter, RemotePolicy
 from turnwise.train.learner.tinker.wire import SERVERS, server_loss, stream_of, wire_rows
 from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, minibatches, pack
@@ -81,7 +81,7 @@ class TinkerLearner:
 
     # -- updates -------------------------------------------------------------------------------------------------------
     def update(
-        self, batch: TrainingBatch, phase: Collection[str], run_share: float, rng: np.random.Generator, show: Show
+        self, batch: TrainingBatch, phase: Collection[str], shares: RunShares, rng: np.random.Generator, show: Show
     ) -> Updated:
         """Train as :class:`Learner` describes. Raises ``FloatingPointError`` at the first number that is not finite."""
         before = {name: policy.updates for name, policy in self.policies.items()}
@@ -90,7 +90,8 @@ class TinkerLearner:
         try:
             for name, policy in self.policies.items():
                 if name in phase:
-                    policy.follow_run(run_share)
+                    if name in shares:
+                        policy.follow_run(shares[name])
                     parts[name] = self._minibatches(policy, batch, rng)
                     rates[name] = policy.learning_rate if parts[name] else 0.0
             sent = self._send(batch, parts, loss)

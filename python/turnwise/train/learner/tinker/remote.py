@@ -14,7 +14,7 @@ from turnwise.inference.tinker import TinkerServer, TinkerServerError, datum, ti
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.learner.tinker.wire import ServerLoss, WireRow
 from turnwise.train.model.micro_batch import SINGLE_RANK
-from turnwise.train.model.policy import Policy
+from turnwise.train.model.policy import Policy, RunPlace
 from turnwise.train.model.weights import MasterWeights
 
 
@@ -35,17 +35,17 @@ class RemotePolicy(Policy):
     ) -> None:
         self.name, self.trainable = name, trainable
         self.version = self.updates = self.skipped = 0
-        self.kl_coef, self.run_share = None, 0.0
+        self.kl_coef = None
         self.entropy_coef = self.last_entropy = self.critic = None
         self.max_grad_norm = config.max_grad_norm
         self._auto_tokens, self._halved = None, False
         self.ranks = SINGLE_RANK
         self.model: Any = None
         self.reference = nn.Identity() if with_reference else None
-        self.optimizer, self.schedule = None, None
-        self._config, self._total_steps = config, total_steps
+        self.optimizer = None
+        self._config, self._place = config, RunPlace(total_steps)
         self.masters = MasterWeights(())
-        self._nothing = nn.Parameter(torch.zeros(()))  # torch's schedule needs an optimizer, and that needs a parameter
+        self._nothing = nn.Parameter(torch.zeros(()))  # an optimizer, which marks a policy that trains, needs one
         self.build_optimizer()
 
     def _own_parameters(self) -> list[nn.Parameter]:
@@ -65,9 +65,7 @@ class RemotePolicy(Policy):
 
     def step(self) -> float:
         """Count an update that the server makes, and move the learning rate on."""
-        assert self.optimizer is not None and self.schedule is not None, f"policy {self.name!r} is frozen"
-        self.optimizer.step()
-        self.schedule.step()
+        assert self.optimizer is not None, f"policy {self.name!r} is frozen"
         self.updates += 1
         return 0.0
 

@@ -1,0 +1,5 @@
+"""Reads calls of tools in a completion, as each model family writes them.
+
+Read in this order: reading, values, families.
+May import: types, utils, chat.
+"""

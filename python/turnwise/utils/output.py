@@ -1,0 +1,189 @@
+"""All that turnwise prints: plain text, which ends no run, whatever takes it.
+
+- :func:`say` and :func:`tell` print lines, :func:`console` makes the console of tables and progress bars.
+- :func:`safe_output` covers what other code prints meanwhile.
+
+A closed pipe or stream loses the text. Characters that the encoding lacks are escaped, and so are control characters.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from turnwise.utils.signals import asked_for
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Name = Literal["stdout", "stderr"]
+
+STANDARD = {1: "stdout", 2: "stderr"}
+
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_ASCII = str.maketrans({"–": "-", "█": "#", "▐": "|", "▌": "|", "±": "+-"})
+_LATER = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN}
+"""Errors of a stream that may take text again: a full disk, and a pipe that doesn't block."""
+
+_told: set[int] = set()
+_runs = 0
+
+
+class Output:
+    """A text stream that raises no error: it writes to ``stream``, or nowhere once that can't take text any more.
+
+    All other attributes are those of ``stream``.
+
+    Example: ``print("naïve", file=Output.over(sys.stdout))``
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @classmethod
+    def over(cls, stream: Any) -> Output:
+        """Return ``stream`` if it is an ``Output``, else one that writes to it. ``None`` is a closed stream."""
+        if isinstance(stream, Output):
+            return stream
+        return cls(_nowhere() if stream is None else stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding or "ascii"
+                self._stream.write(text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding))
+        except Exception as error:  # of any stream, also one of the user
+            self._lose(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except Exception as error:
+            self._lose(error)
+
+    def finish(self) -> None:
+        """Write what is buffered, or drop it: otherwise Python writes it at its end, and may exit with code 120."""
+        self.flush()
+        try:
+            self._stream.flush()
+        except Exception:
+            with suppress(Exception):
+                _to_null(self._stream.fileno())
+
+    def _lose(self, error: Exception) -> None:
+        """Let the stream end nowhere, unless it may take text again."""
+        descriptor = -1
+        with suppress(Exception):
+            descriptor = self._stream.fileno()
+        if isinstance(error, BlockingIOError):
+            with suppress(OSError):
+                os.set_blocking(descriptor, True)
+        elif not (isinstance(error, OSError) and error.errno in _LATER):
+            if descriptor in STANDARD:  # of child processes, too
+                _to_null(descriptor)
+            else:
+                self._stream = _nowhere()
+        quiet = not isinstance(error, OSError) or isinstance(error, BrokenPipeError | BlockingIOError)
+        if descriptor not in _told and (_runs or not quiet):
+            _told.add(descriptor)
+            name = STANDARD.get(descriptor, "a closed stream")
+            write_stderr(f"turnwise: {name} takes no text ({error}): what is printed there is lost")
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
+
+
+def _to_null(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def write_stderr(line: str) -> None:
+    """Write ``line`` to descriptor 2, also in a signal handler."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+
+@contextmanager
+def safe_output(*, of_run: bool = False) -> Iterator[None]:
+    """Let ``sys.stdout`` and ``sys.stderr`` raise no errors in the block. During a run a loss is told once."""
+    global _runs
+    before = {name: getattr(sys, name) for name in STANDARD.values()}
+    made = {name: Output.over(stream) for name, stream in before.items()}
+    for name, output in made.items():
+        setattr(sys, name, output)
+    _runs += of_run
+    try:
+        yield
+    finally:
+        for name, output in made.items():
+            output.flush()
+            if getattr(sys, name) is output:  # user code may have set its own
+                setattr(sys, name, before[name])
+        _runs -= of_run
+
+
+def open_standard_descriptors() -> None:
+    """Open closed descriptors of stdin, stdout and stderr to nowhere: no file that is opened later may get them."""
+    for descriptor in (0, *STANDARD):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free one
+
+
+def text_of(value: Any) -> str:
+    """Return ``str(value)``, or the type of an object whose text can't be made."""
+    try:
+        return str(value)
+    except BaseException as error:  # of any object's code
+        if asked_for(error):
+            raise
+        return f"<{type(value).__name__}, whose text raised {type(error).__name__}>"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with its control characters escaped, except line breaks and tabs."""
+    return text.translate(_CONTROL)
+
+
+def write(text: str, *, to: Name = "stdout") -> None:
+    """Write ``text`` as it is, with its control characters."""
+    output = Output.over(getattr(sys, to))
+    output.write(text)
+    output.flush()
+
+
+def say(text: object, *, to: Name = "stdout") -> None:
+    """Print ``text``, and end its last line."""
+    line = printable(text_of(text))
+    write(line if line.endswith("\n") else line + "\n", to=to)
+
+
+def tell(line: str) -> None:
+    """Print ``turnwise: <line>`` on stderr, which is apart from a command's results."""
+    say(f"turnwise: {line}", to="stderr")
+
+
+def console(to: Name = "stdout", **settings: Any) -> Console:
+    """Return a console of rich on which text is no markup."""
+    from rich.console import Console
+
+    file: Any = Output.over(getattr(sys, to))
+    return Console(file=file, markup=False, emoji=False, highlight=False, **settings)
