@@ -12,6 +12,7 @@ DEPTH = 200
 """Values nested deeper are refused: writing and reading recurse."""
 
 REF, AGAIN, LOST, MAP, TUPLE = "$ref", "$again", "$lost", "$map", "$tuple"
+TUPLES = "$tuples"
 _ATOMS = frozenset({type(None), bool, float, str})
 FLAT = _ATOMS | {int}
 """Types of what a flat tuple holds. Such a tuple is not numbered: it has no identity that matters."""
@@ -38,10 +39,10 @@ class Writer:
     def __init__(
         self, buffers: list[memoryview] | None = None, *, lose: bool = False, omit: tuple[type, ...] = ()
     ) -> None:
-        self._buffers, self._lose, self._omit = buffers, lose, omit
+        self._buffers, self._lose, self.omit = buffers, lose, omit
         self._memo: dict[int, tuple[int, Any]] = {}  # id -> its number, and the object, which keeps the id its own
         self._count = self._depth = 0
-        self._in_key = False
+        self.in_key = False
         self._known = dict(WRITERS)
 
     def write(self, value: Any) -> Any:
@@ -54,7 +55,7 @@ class Writer:
         if kind is tuple and FLAT.issuperset(map(type, value)):
             return {TUPLE: self.write_all(value)}
         known = self._memo.get(id(value))
-        if known is not None and not (self._in_key and has_own_hash(kind)):
+        if known is not None and not (self.in_key and has_own_hash(kind)):
             return {REF: known[0]}
         count, depth = self._count, self._depth
         self._depth += 1
@@ -88,11 +89,11 @@ class Writer:
         """
         if type(key) in _ATOMS:
             return key
-        before, self._in_key = self._in_key, True
+        before, self.in_key = self.in_key, True
         try:
             return self.write(key)
         finally:
-            self._in_key = before
+            self.in_key = before
 
     def write_keys(self, keys: Iterable[Any]) -> list[Any]:
         return [key if type(key) in _ATOMS else self.write_key(key) for key in keys]
@@ -100,32 +101,41 @@ class Writer:
     def write_pairs(self, pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
         return [[self.write_key(key), self.write(value)] for key, value in pairs]
 
-    def write_list(self, value: Any) -> Any:
-        self.keep(value)
-        return self.write_all(value)
-
-    def write_dict(self, value: Any) -> Any:
-        self.keep(value)
-        items = value.items()
-        if self._omit:
-            items = [(key, item) for key, item in items if not isinstance(item, self._omit)]
-        if all(type(key) is str and not key.startswith("$") for key, _ in items):
-            write = self.write
-            return {key: item if type(item) in _ATOMS else write(item) for key, item in items}
-        return {MAP: self.write_pairs(items)}
+    def inner_first(self, value: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """Return ``value`` and the tuples in it that need a number, each after those that it holds."""
+        order, done, open_ = [], set(), [value]
+        while open_:
+            found = [
+                item
+                for item in open_[-1]
+                if type(item) is tuple and id(item) not in done and id(item) not in self._memo
+                if not FLAT.issuperset(map(type, item))
+            ]
+            open_ += found
+            if not found and id(last := open_.pop()) not in done:
+                done.add(id(last))
+                order.append(last)
+        return order
 
     def keep(self, value: Any) -> None:
         """Give ``value`` the next number. :class:`Reader` gives it the same number at the same place."""
-        if self._in_key and has_own_hash(type(value)):
+        if self.in_key and has_own_hash(type(value)):
             return
         self._memo[id(value)] = self._count, value
         self._count += 1
 
+    def keep_again(self, value: Any) -> None:
+        """Give ``value`` the next number, and keep an earlier one that it has."""
+        if id(value) in self._memo:
+            self._count += 1
+        else:
+            self.keep(value)
+
     def finish(self, value: Any, mark: str, parts: Any) -> Any:
         """Return the JSON of a value that is created from its finished parts, and so is numbered after them."""
         known = self._memo.get(id(value))
-        if known is not None and not (self._in_key and has_own_hash(type(value))):
-            self._count += 1  # a part refers to the value through a list, say, so it has been written there
+        if known is not None and not (self.in_key and has_own_hash(type(value))):
+            self.keep_again(value)  # a part refers to the value through a list, say, so it has been written there
             return {AGAIN: [known[0], {mark: parts}]}
         self.keep(value)
         return {mark: parts}
@@ -151,7 +161,7 @@ class Reader:
         self._buffers: list[memoryview | None] = list(buffers)
         self._objects: list[Any] = []
         self._depth = 0
-        self._in_key = False
+        self.in_key = False
 
     def load(self, plain: Any) -> Any:
         """Return the value of :meth:`Writer.write`."""
@@ -176,7 +186,8 @@ class Reader:
         if kind is list:
             value: Any = []
             self.keep(value)
-            value += self.read_all(plain)
+            read = self.read
+            value += [item if type(item) in FLAT else read(item) for item in plain]
         elif len(plain) == 1 and (mark := next(iter(plain))).startswith("$"):
             if mark not in READERS:
                 raise CodecError(f"it has a value of the unknown kind {mark!r}")
@@ -195,9 +206,9 @@ class Reader:
         return [item if type(item) in FLAT else read(item) for item in plain]
 
     def read_key(self, plain: Any) -> Any:
-        before, self._in_key = self._in_key, True
+        before, self.in_key = self.in_key, True
         key = self.read(plain)
-        self._in_key = before
+        self.in_key = before
         return key
 
     def read_keys(self, plain: Any) -> list[Any]:
@@ -217,7 +228,7 @@ class Reader:
 
     def keep(self, value: Any) -> Any:
         """Number ``value`` as the writer did, and return it."""
-        if not (self._in_key and has_own_hash(type(value))):
+        if not (self.in_key and has_own_hash(type(value))):
             self._objects.append(value)
         return value
 
@@ -226,7 +237,7 @@ class Reader:
         if type(number) is not int or not 0 <= number < len(self._objects):
             raise CodecError(f"it refers to the object {number!r}, which does not exist")
         value = self._objects[number]
-        if self._in_key and has_own_hash(type(value)):
+        if self.in_key and has_own_hash(type(value)):
             raise CodecError("a key refers to another object")
         return value
 
@@ -242,13 +253,42 @@ class Reader:
         return data
 
 
+def _write_list(value: Any, writer: Writer) -> Any:
+    writer.keep(value)
+    write = writer.write
+    return [item if type(item) in _ATOMS else write(item) for item in value]
+
+
+def _write_tuple(value: tuple[Any, ...], writer: Writer) -> Any:
+    """Write tuples inside a tuple before it, as a list of tuples: so no nesting of tuples is too deep."""
+    *inner, _ = order = [value] if writer.in_key else writer.inner_first(value)
+    written = []
+    for each in order:
+        written.append(writer.write_all(each))
+        if each is value:
+            break
+        writer.keep_again(each)
+    return writer.finish(value, TUPLES, written) if inner else writer.finish(value, TUPLE, written[0])
+
+
+def _write_dict(value: Any, writer: Writer) -> Any:
+    writer.keep(value)
+    items = value.items()
+    if writer.omit:
+        items = [(key, item) for key, item in items if not isinstance(item, writer.omit)]
+    if all(type(key) is str and not key.startswith("$") for key, _ in items):
+        write = writer.write
+        return {key: item if type(item) in _ATOMS else write(item) for key, item in items}
+    return {MAP: writer.write_pairs(items)}
+
+
 Write = Callable[[Any, Writer], Any]
 Read = Callable[[Any, Reader], Any]
 
 WRITERS: dict[type, Write] = {
-    tuple: lambda value, writer: writer.finish(value, TUPLE, writer.write_all(value)),
-    list: lambda value, writer: writer.write_list(value),
-    dict: lambda value, writer: writer.write_dict(value),
+    tuple: _write_tuple,
+    list: _write_list,
+    dict: _write_dict,
 }
 """The function that writes objects of exactly this type."""
 FINDERS: list[Callable[[type], Write | None]] = []
@@ -292,6 +332,11 @@ def _read_tuple(parts: Any, reader: Reader) -> Any:
     return value if FLAT.issuperset(map(type, value)) else reader.keep(value)
 
 
+def _read_tuples(parts: Any, reader: Reader) -> Any:
+    *_, last = [reader.keep(tuple(reader.read_all(items))) for items in parts]
+    return last
+
+
 def _read_map(parts: Any, reader: Reader) -> Any:
     value: dict[Any, Any] = reader.keep({})
     reader.read_pairs(parts, value)
@@ -307,6 +352,7 @@ READERS |= {
     AGAIN: _read_again,
     MAP: _read_map,
     TUPLE: _read_tuple,
+    TUPLES: _read_tuples,
     LOST: _read_lost,
     "$int": lambda parts, reader: int(parts, 16),
 }
