@@ -84,10 +84,10 @@ def _read_bytes(parts: Any, reader: Reader) -> list[Any]:
 def _read_tuples(parts: Any, reader: Reader) -> list[Any]:
     if _is_flat(itertools.chain.from_iterable(_all_of(list, parts))):
         return list(map(tuple, parts))
-    tuples = [tuple([tuple(item) if type(item) is list else item for item in each]) for each in parts]
-    if not all(map(_is_nested, tuples)):
+    inner = [item for each in parts for item in each if type(item) not in FLAT]
+    if not _is_flat(itertools.chain.from_iterable(_all_of(list, inner))):
         raise CodecError("a column of tuples holds other things")
-    return tuples
+    return [tuple([tuple(item) if type(item) is list else item for item in each]) for each in parts]
 
 
 def _all_of(kind: type, parts: Any) -> Any:
