@@ -180,7 +180,7 @@ class Reader:
         kind = type(plain)
         if kind in FLAT:
             return plain
-        if self._depth >= DEPTH:
+        if self._depth > DEPTH:  # one more than the writer, for what it lost there
             raise CodecError(f"it is nested deeper than {DEPTH} levels")
         self._depth += 1
         if kind is list:
