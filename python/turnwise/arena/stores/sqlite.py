@@ -80,7 +80,7 @@ class ExternalChanges:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Let one process at a time run the block. SQLite fails at once where two switch a new file to a write-ahead log."""
+    """Let one process at a time run the block: SQLite fails at once where two switch a new file to its log."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
