@@ -78,6 +78,17 @@ class ExternalChanges:
     present: list[tuple[Artifact, AttemptStats]] = field(default_factory=list)
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let one process at a time run the block: SQLite fails at once where two switch a new file to its log."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 class SqliteStore:
     """One process's connection to the file at ``path``. It creates a missing file.
 
@@ -103,7 +114,8 @@ class SqliteStore:
             # Decode damaged text without an error, so that its checksum can report it.
             self._database.text_factory = lambda text: text.decode(errors="surrogateescape")
             try:
-                self._prepare(name)
+                with _alone_in(self.path.parent):
+                    self._prepare(name)
             except BaseException:
                 self._database.close()
                 raise
