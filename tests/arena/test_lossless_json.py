@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import base64
+import dataclasses
 import enum
 import json
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -18,7 +17,6 @@ from turnwise.arena.recording.lossless_json import (
     UntrustedValueError,
     decode,
     encode,
-    unpickle,
 )
 from turnwise.state import forkable
 from turnwise.types import Artifact, Sampling
@@ -73,9 +71,60 @@ class Place(typing.NamedTuple):
     row: int
 
 
-def test_data_classes_come_back_from_pickles():
-    value = {Colour.RED: [Place(3), Artifact("q", (1, 2))], "error": KeyError("x"), "array": np.float32(2)}
-    assert repr(unpickle(pickle.dumps(value))) == repr(value)
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """Its methods would tell."""
+
+    cells: tuple[int, ...]
+    size: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        CALLS.append("__post_init__")
+        object.__setattr__(self, "size", len(self.cells))
+
+    def __setstate__(self, state):
+        CALLS.append("__setstate__")
+
+
+class TwoPartError(Exception):
+    def __init__(self, first, second):
+        CALLS.append("__init__")
+        super().__init__(f"{first} and {second}")
+        self.second = second
+
+
+CALLS: list[str] = []
+
+
+def test_data_classes_come_back_without_their_methods():
+    value = {Colour.RED: [Place(3), Board((1, 2))], "error": KeyError("x"), "array": np.float32(2), "of": Board}
+    error = TwoPartError("one", 2)
+    plain = json.loads(json.dumps(encode([value, error])))
+    CALLS.clear()
+    back, read = decode(plain)
+    assert CALLS == [] and repr(back) == repr(value)
+    assert type(read) is TwoPartError and (str(read), read.second) == ("one and 2", 2)
+
+
+def test_aliases_and_cycles_stay():
+    shared, loop = [1], {}
+    loop["self"] = (loop, shared)
+    board = Board((1,))
+    back = decode(json.loads(json.dumps(encode([shared, loop, shared, {board: board}, {(1, 2): (1, 2)}]))))
+    assert back[0] is back[2] is back[1]["self"][1] and back[1]["self"][0] is back[1]
+    assert back[3] == {board: board} and back[4] == {(1, 2): (1, 2)}
+
+
+def test_what_is_nested_too_deeply_is_lost_alone():
+    deep = []
+    for _ in range(1000):
+        deep = [deep]
+    plain = encode([1, deep, 2])
+    assert (plain[0], plain[2]) == (1, 2)
+    with pytest.raises(UnserializableValueError):
+        decode(plain)
+    with pytest.raises(ValueError, match="nested deeper than 200 levels"):
+        decode(deep)
 
 
 class Evil:
@@ -97,15 +146,16 @@ def test_what_is_read_runs_no_code_and_imports_nothing(tmp_path, monkeypatch):
         {"$dataclass": ["subprocess:Popen", popen]},
         {"$dataclass": ["not_imported_yet:X", {}]},
         {"$dataclass": ["os:system", {"command": "touch made"}]},
-        {"$pickle": base64.b64encode(pickle.dumps(Evil(os.system, "touch made"))).decode()},
-        {"$pickle": base64.b64encode(pickle.dumps(Evil(subprocess.Popen, ["touch", "made"]))).decode()},
-        {"$pickle": base64.b64encode(b"cnot_imported_yet\nX\n.").decode()},
+        encode(Evil(os.system, "touch made")),
+        encode(Evil(subprocess.Popen, ["touch", "made"])),
+        {"$name": "not_imported_yet:X"},
+        {"$object": {"of": "not_imported_yet:X", "args": []}},
         [{"a": {"$tuple": [{"$dataclass": ["subprocess:Popen", popen]}]}}],
     ):
         with pytest.raises(UntrustedValueError, match="it names"):
             decode(plain)
     assert "not_imported_yet" not in sys.modules and not (tmp_path / "made").exists()
-    decode({"$pickle": base64.b64encode(pickle.dumps(Evil(os.system, "touch made"))).decode()}, allow_pickle=True)
+    decode(encode(Evil(os.system, "touch made")), allow_pickle=True)
     assert (tmp_path / "made").exists()
 
 

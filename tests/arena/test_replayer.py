@@ -437,7 +437,13 @@ def test_lines_without_a_tape_or_of_another_format_are_refused(tree_row):
     with pytest.raises(RecordError, match=r"<a lock> could not be recorded"):
         EpisodeRecord(lost)
     lost["replay"]["request"]["artifact"] = {"$dataclass": ["subprocess:Popen", {"args": ["true"]}]}
-    with pytest.raises(RecordError, match=r"'subprocess:Popen', which is no dataclass.*--allow-pickle"):
+    with pytest.raises(RecordError, match=r"it names subprocess\.Popen.*--allow-pickle"):
+        EpisodeRecord(lost)
+    lost["replay"]["request"]["artifact"] = {"$array": {"dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA="}}
+    with pytest.raises(RecordError, match=r"'e0' can't be played again: "):
+        EpisodeRecord(lost)
+    del lost["replay"]["request"]
+    with pytest.raises(RecordError, match=r"'e0' can't be played again: its record is damaged \(KeyError: 'request'\)"):
         EpisodeRecord(lost)
 
 

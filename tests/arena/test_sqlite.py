@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import random
 import shutil
 import sqlite3
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import ArtifactStore
+from turnwise.arena.recording.lossless_json import encode
 from turnwise.arena.runtime.context import use_context
 from turnwise.arena.stores import sqlite as store_file
 from turnwise.arena.stores.sampling import PrioritizedLevelReplay
@@ -188,7 +188,7 @@ def test_files_that_are_no_store_are_refused(tmp_path):
     with sqlite3.connect(tmp_path / "q.db") as database:
         database.execute("PRAGMA user_version = 9")
     database.close()
-    with pytest.raises(ValueError, match="format 9; this version reads formats 1 to 3"):
+    with pytest.raises(ValueError, match="format 9; this version reads format 4"):
         ArtifactStore("q", path=tmp_path / "q.db")
     with pytest.raises(ValueError, match="shared=True: a store in memory"):
         ArtifactStore("q", shared=True)
@@ -214,7 +214,7 @@ def test_objects_of_any_class_are_read_where_that_is_allowed(tmp_path):
     store.add({"board": Board()})
     store = reopened(store, allow_pickle=True)
     assert type(next(iter(store)).data["board"]) is Board
-    harmful = pickle.dumps(Board(tmp_path / "made"))  # with a checksum that fits, as whoever wrote it can make
+    harmful = json.dumps(encode(Board(tmp_path / "made")))  # with a checksum that fits, as whoever wrote it can make
     store._file._database.create_function("digest", 6, store_file._digest)
     renewed = "UPDATE artifacts SET data = ?1, digest = digest(id, ?1, source, parents, meta, run)"
     store._file._database.execute(renewed, (harmful,))
@@ -318,7 +318,7 @@ def test_evaluation_reads_a_file_and_writes_nothing(tmp_path):
 
 
 # -- payloads that were changed ----------------------------------------------------------------------------------------
-HARMFUL = b"cbuiltins\nexec\n(S'raise SystemExit'\ntR."
+HARMFUL = json.dumps({"$object": {"of": "builtins:exec", "args": ["raise SystemExit"]}})
 CHANGES = {
     "a digit": "UPDATE artifacts SET data = replace(data, '7', '9') WHERE place = 2",
     "another payload": "UPDATE artifacts SET data = (SELECT data FROM artifacts WHERE place = 1) WHERE place = 2",
@@ -329,7 +329,7 @@ CHANGES = {
     "run": "UPDATE artifacts SET run = 'other' WHERE place = 2",
     "parents": "UPDATE artifacts SET parents = '[]' WHERE place = 2",
     "checksum": "UPDATE artifacts SET digest = NULL WHERE place = 2",
-    "a harmful pickle": f"UPDATE artifacts SET data = x'{HARMFUL.hex()}' WHERE place = 2",
+    "a harmful object": f"UPDATE artifacts SET data = '{HARMFUL}' WHERE place = 2",
 }
 
 
@@ -359,19 +359,19 @@ def test_a_payload_that_was_changed_is_named(tmp_path, change):
         ArtifactStore("q", path=path)
 
 
-@pytest.mark.parametrize("format", [1, 2])
-def test_a_file_of_an_earlier_format_is_brought_up_to_date(tmp_path, format):
+@pytest.mark.parametrize("format", [1, 2, 3])
+def test_a_file_of_an_earlier_format_is_refused(tmp_path, format):
     path = filled(tmp_path / "q.db")
-    dropped = ["digest", "run"][: 3 - format]
-    altered(path, *(f"ALTER TABLE artifacts DROP COLUMN {name}" for name in dropped), f"PRAGMA user_version = {format}")
-    for _ in range(2):
-        store = ArtifactStore("q", path=path)
-        assert [(a.id, a.data, a.weight) for a in store] == [
-            ("q-0", {"sum": 6}, 1.0), ("q-1", {"sum": 7}, 1.0), ("q-2", (1, {"sum": 8}), 2.0)
-        ]  # fmt: skip
-        assert [a.run is None for a in store] == [format == 1] * 3
-        store.load_state_dict(store.state_dict())
-        store.close()
-    altered(path, CHANGES["a digit"])
-    with pytest.raises(ValueError, match=r"artifact 'q-1' \(row 2\) is damaged"):
+    altered(path, f"PRAGMA user_version = {format}")
+    with pytest.raises(ValueError, match=f"format {format}; this version reads format 4"):
         ArtifactStore("q", path=path)
+
+
+def test_aliases_and_cycles_are_kept(tmp_path):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    data = {"cells": [1], "$x": (1, {2})}
+    data["self"], data["again"] = data, data["cells"]
+    store.add(data)
+    [artifact] = reopened(store)
+    assert artifact.data["self"] is artifact.data and artifact.data["again"] is artifact.data["cells"]
+    assert artifact.data["$x"] == (1, {2})

@@ -194,3 +194,32 @@ def test_a_forked_process_must_open_the_store_again(tmp_path, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: -1)
     with pytest.raises(RuntimeError, match="opened in another process: open the store again"):
         store.add("y")
+
+
+def test_processes_that_open_a_new_file_at_once_wait_for_each_other(tmp_path):
+    """SQLite's own waiting does not cover the switch to a write-ahead log."""
+    program = """
+        import sys
+        from turnwise.arena import ArtifactStore
+
+        print(flush=True)
+        for number in range(40):
+            sys.stdin.readline()
+            store = ArtifactStore("q", path=f"{sys.argv[1]}/{number}.db", shared=True)
+            store.add({"n": number})
+            store.close()
+            print(number, flush=True)
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(program), str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    openers = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    assert [opener.stdout.readline() for opener in openers] == ["\n"] * 4
+    for number in range(40):
+        for opener in openers:
+            opener.stdin.write("\n")
+            opener.stdin.flush()
+        assert [opener.stdout.readline() for opener in openers] == [f"{number}\n"] * 4
+    assert [opener.wait() for opener in openers] == [0] * 4
+    for opener in openers:
+        opener.stdin.close()
+        opener.stdout.close()

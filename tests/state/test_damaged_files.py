@@ -41,7 +41,7 @@ def test_files_that_are_none(tmp_path: Path, whole: bytes) -> None:
     assert "not a file of States" in refused(b"", path)
     assert "not a file of States" in refused(b"PK\x03\x04 something else", path)
     assert "not a file of States" in refused(pickle.dumps({"a": 1}), path)
-    assert "format 2; this turnwise reads format 1" in refused(whole[:8] + struct.pack("<I", 2) + whole[12:], path)
+    assert "format 3; this turnwise reads format 2" in refused(whole[:8] + struct.pack("<I", 3) + whole[12:], path)
     assert "cut off" in refused(whole[:100], path)
     assert "something was added" in refused(whole + b"\0", path)
     with pytest.raises(FileNotFoundError):
@@ -95,13 +95,13 @@ def test_nonsense_with_right_checksums_is_refused(tmp_path: Path, whole: bytes) 
         (b'"names":["one"', b'"names":["two"'),
         (b'"frozen":[0]', b'"frozen":{"a":[]}', b'"frozen":[]'),
         (b'"commits":[[1,0]]', b'"commits":[[1,7]]', b'"commits":[[1,2]]', b'"commits":[[1,"x"]]'),
-        (b'"buffers":[72]', b'"buffers":[720]', b'"buffers":[-72]', b'"buffers":[71]', b'"buffers":[]'),
+        (b",72]", b",720]", b",-72]", b",71]", b"]"),
         (b'"arrays":"frozen"', b'"arrays":"molten"'),
     ]:
         assert old in whole
         for new in wrong:
             refused(resealed(whole, 0, lambda data, old=old, new=new: data.replace(old, new)), path)
-    for objects in (*map(pickle.dumps, ({}, [], [1] * 50, [[]] * 9)), b"", b"garbage"):
+    for objects in (b"{}", b"[]", b'{"kinds":""}', b'{"kinds":"s","s":["a"]}', b"", b"garbage", pickle.dumps([])):
         refused(resealed(whole, 2, lambda _, objects=objects: objects), path)
     for structure in (b"", b"\x01", b"\x02", b"\x01\x10\x20\x80\x04\x08\x21", bytes(100)):
         refused(resealed(whole, 1, lambda _, structure=structure: structure), path)

@@ -233,3 +233,11 @@ def test_a_mixture_walks_through_the_questions_of_a_file_once(tmp_path: Any) -> 
         walked += [r.artifact["question"] for r in mixed.requests(step, 4, 1) if r.group_id.startswith("file/")]
         step += 1
     assert len(set(walked[:count])) == count
+
+
+def test_rows_that_differ_in_ids_alone_count_where_a_split_would_be_empty_without_them():
+    rows = [(f"row {number}", {"id": number, "deck": [1, 2, 3]}) for number in range(40)]
+    with pytest.warns(UserWarning, match="differ in their ids alone count as different questions"):
+        found = QuestionSet(rows)
+    assert sum(found.count(split) for split in ("train", "validation", "eval")) == 40
+    assert all(found.count(split) for split in ("train", "validation", "eval"))

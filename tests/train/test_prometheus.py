@@ -180,7 +180,8 @@ def test_no_secret_and_no_text_is_served(config, port, monkeypatch):
 
 
 def test_a_port_in_use_is_a_clear_error_before_a_run_trains(config, tmp_path, port, capsys, monkeypatch):
-    (tmp_path / "run.toml").write_text(f'run_dir = "{tmp_path}/run"\nsteps = 1\n[log]\nprometheus = "{port}"\n')
+    settings = f'run_dir = "{tmp_path}/run"\nsteps = 1\nrollout.group_size = 2\nlog.prometheus = "{port}"\n'
+    (tmp_path / "run.toml").write_text(settings)
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()

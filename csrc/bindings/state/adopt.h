@@ -15,11 +15,6 @@ bool check_rare_key(StateObject* state, PyObject* key);
 inline bool check_key(StateObject* state, PyObject* key) {
     return PyUnicode_CheckExact(key) || PyLong_CheckExact(key) || check_rare_key(state, key);
 }
-// True for immutable objects of the basic types, which are always leaves.
-inline bool is_atom(PyObject* object) noexcept {
-    return PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || object == Py_None ||
-           PyFloat_CheckExact(object) || PyBool_Check(object) || PyBytes_CheckExact(object);
-}
 // take_in_other with a fast path for atoms.
 inline bool take_in(StateObject* state, PyObject* object, Value& value, bool& later, SlotIndex into,
                     PyObject* key = nullptr) {

@@ -79,10 +79,11 @@ class LeafList final : public LeafWriter {
 // Gives the leaves of an archive to its reader, and refuses those that are not allowed.
 class LeafTuple final : public LeafReader {
   public:
-    LeafTuple(StateObject* state, PyObject* leaves)
+    LeafTuple(StateObject* state, PyObject* leaves, size_t archive_bytes)
         : state_(state),
           leaves_(checked(PySequence_Tuple(leaves))),
-          good_as_value_(size_t(PyTuple_GET_SIZE(leaves_.object))) {}
+          good_as_value_(size_t(PyTuple_GET_SIZE(leaves_.object))),
+          hashable_(kHashable + kHashablePerByte * archive_bytes + kHashablePerLeaf * good_as_value_.size()) {}
 
     Leaf* leaf(uint64_t number, Use use) override {
         if (number >= good_as_value_.size()) return nullptr;
@@ -102,6 +103,7 @@ class LeafTuple final : public LeafReader {
     Leaf* integer(int64_t value) override { return leaf_of(checked(PyLong_FromLongLong(value))); }
 
     int64_t hash(Leaf* key) override {
+        if (PyTuple_Check(object_of(key))) charge(object_of(key), 0);
         const Py_hash_t hash = PyObject_Hash(object_of(key));
         if (hash == -1 && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
@@ -120,6 +122,21 @@ class LeafTuple final : public LeafReader {
     bool all_used(uint64_t count) const noexcept { return count == good_as_value_.size(); }
 
   private:
+    // Items that hashing the keys may visit in all. Tuples don't remember their hash, so without a limit a few bytes
+    // could make a key that takes for ever: a tuple that holds the one before twice, and so on.
+    static constexpr size_t kHashable = 1'000'000, kHashablePerByte = 100, kHashablePerLeaf = 1000;
+    static constexpr int kDeepest = 1000;  // tuples in a key; Python's hash recurses without a check
+
+    void charge(PyObject* tuple, int depth) {
+        const auto size = size_t(PyTuple_GET_SIZE(tuple));
+        if (size >= hashable_ || depth > kDeepest) throw Damaged("keys that take too long to hash");
+        hashable_ -= size + 1;
+        for (size_t i = 0; i < size; ++i) {
+            PyObject* item = PyTuple_GET_ITEM(tuple, Py_ssize_t(i));
+            if (PyTuple_Check(item)) charge(item, depth + 1);
+        }
+    }
+
     // The policy of the object's type, as a new reference.
     PyObject* policy_or_error(PyObject* object) {
         PyObject* policy = is_container(object) ? Py_None : policy_of(state_, object);
@@ -170,6 +187,7 @@ class LeafTuple final : public LeafReader {
     StateObject* state_;
     Reference leaves_;                         // tuple, by number
     std::vector<bool> good_as_value_;          // by number: the leaf was found shareable
+    size_t hashable_;                          // items that hashing may still visit
     std::unordered_set<PyObject*> shareable_;  // shareable tuples; `leaves_` keeps them alive
     std::vector<Kept> policies_;               // keeps borrowed policies alive
 };
@@ -246,7 +264,7 @@ PyObject* store_restore(PyObject* self, PyObject* args) {
         // Read the heaps, and make a State of each.
         auto* store = reinterpret_cast<StoreObject*>(self);
         const Reference first(checked(reinterpret_cast<PyObject*>(new_state(store))));
-        LeafTuple table(state_of(first.object), leaves);
+        LeafTuple table(state_of(first.object), leaves, size_t(view.len));
         const Restored read = read_archive(static_cast<const uint8_t*>(view.buf), size_t(view.len), table);
         if (!table.all_used(read.leaves)) throw Damaged("leaves that nothing refers to");
         const auto count = Py_ssize_t(read.heaps.size());

@@ -159,4 +159,10 @@ Result guarded(Result failed, Body&& body) {
     }
 }
 
+// True for immutable objects of the basic types, which are always leaves.
+inline bool is_atom(PyObject* object) noexcept {
+    return PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || object == Py_None ||
+           PyFloat_CheckExact(object) || PyBool_Check(object) || PyBytes_CheckExact(object);
+}
+
 }  // namespace turnwise::state

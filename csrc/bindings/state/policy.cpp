@@ -1,7 +1,5 @@
 #include "bindings/state/policy.h"
 
-#include "bindings/state/adopt.h"
-
 namespace turnwise::state {
 
 Policy Policy::of(PyObject* tuple) {

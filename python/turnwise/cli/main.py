@@ -310,7 +310,7 @@ COMMANDS: dict[str, Command] = {
             argument("--step", "training step of the episode", type=int, metavar="N"),
             argument("--until", "stop after K model calls and show what comes next", type=int, metavar="K"),
             repeated("--swap", "from there on, sample this actor with another policy", "ACTOR=POLICY[@CHECKPOINT]"),
-            flag("--allow-pickle", "unpickle objects of any class; only for your own records"),
+            flag("--allow-pickle", "build objects of any class; only for your own records"),
         ),
     ),
     "serve": Command(

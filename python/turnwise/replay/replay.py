@@ -172,10 +172,13 @@ def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[s
     """Return the newest line of ``rollouts.jsonl`` that is or contains ``episode``, in ``step``; ``None``: any."""
     newest, names = None, []
     for _, row in read_lines(path):
-        ids = [node["id"] for node in nodes_of(row)]
+        try:
+            ids = [node["id"] for node in nodes_of(row)]
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"{path}: a line of step {row['step']} is no episode ({error!r})") from error
         if (step is None or row["step"] == step) and (episode is None or episode in ids):
             newest = row
-        names.append(f"{row['id']} (step {row['step']})")
+        names.append(f"{ids[0]} (step {row['step']})")
     if newest is None:
         shown = ", ".join(names[-20:]) or "none"
         raise ValueError(f"episode={episode!r}, step={step!r}: not in {path}, which has {shown}")

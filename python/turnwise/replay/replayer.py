@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from turnwise.arena.arena import Arena
-from turnwise.arena.recording.lossless_json import UnserializableValueError, UntrustedValueError
 from turnwise.arena.recording.recorder import ANSWER, ASK, ENDED, EXPIRED, READ, comparable, unique_key
 from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordedCall, RecordError, nodes_of
 from turnwise.arena.rewards.group_rewards import apply_group_scores, with_continuations
@@ -24,6 +23,7 @@ from turnwise.arena.runtime.concurrency import FailureBudget, stop
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.replay.diff import FirstDifference, token_diff
+from turnwise.state.codec import CodecError
 from turnwise.types import (
     ContextLengthError,
     GenerateResult,
@@ -278,7 +278,7 @@ class Replayer:
     def _value(self, key: str, recorded: Mapping[str, Any]) -> Any:
         try:
             error, value = self.record.decode(recorded["error"]), self.record.decode(recorded["value"])
-        except (UnserializableValueError, UntrustedValueError) as lost:
+        except CodecError as lost:
             raise self._stopped(FirstDifference("what was read", key, str(lost), "nothing to give back")) from lost
         if error is not None:
             raise error

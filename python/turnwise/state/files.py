@@ -7,8 +7,8 @@ A file is a head and four sections::
         digest of all of the above
     header      JSON: names, commits, the lengths of the buffers
     structure   blocks, containers and versions, see csrc/state/archive.h
-    leaves      one pickle of everything else, see leaves.py
-    buffers     the memory of arrays, each aligned to 64 bytes
+    leaves      JSON of everything else, see codec
+    buffers     the memory of arrays and large bytes, each aligned to 64 bytes
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import IO, Any
 
 from turnwise import _C
 from turnwise._C import CheckpointError, OpaqueError, State
-from turnwise.state.leaves import dump_leaves, first_unpicklable, freeze_leaves, load_leaves
+from turnwise.state.leaves import dump_leaves, first_unwritable, freeze_leaves, load_leaves
 from turnwise.utils.copies import is_rebuilt, refusal
 from turnwise.utils.files import replacing, sync_folder
 
 MAGIC = b"\x89TWSTATE"
-FORMAT = 1
+FORMAT = 2
 SECTIONS = 4
 ALIGNMENT = 64
 _HEAD = struct.Struct("<8sII")
@@ -54,15 +54,15 @@ def save(store: Any, path: str | os.PathLike[str], states: Mapping[str, State]) 
             raise TypeError(f"states[{name!r}]={state!r}: expected a State")
         if state.store is not store:
             raise ValueError(f"states[{name!r}]: it belongs to another Store")
-    # Take the States apart: their structure as bytes, and the leaves as a pickle and the memory of arrays.
+    # Take the States apart: their structure as bytes, and the leaves as JSON and the memory of arrays.
     unique = {id(state): state for state in states.values()}
     index_of = {key: index for index, key in enumerate(unique)}
     places = [index_of[id(state)] for state in states.values()]
     structure, leaves, versions = store._archive(list(unique.values()))
     try:
-        pickled, buffers = dump_leaves(leaves)
+        written, buffers = dump_leaves(leaves)
     except Exception as error:
-        raise _unpicklable(leaves, states) or error from error
+        raise _unwritable(leaves, states) or error from error
     # Write the header, which names the States, and then the sections.
     header = {
         "names": list(states),
@@ -76,7 +76,7 @@ def save(store: Any, path: str | os.PathLike[str], states: Mapping[str, State]) 
     sections: list[list[bytes | memoryview]] = [
         [json.dumps(header, separators=(",", ":")).encode()],
         [structure],
-        [pickled],
+        [written],
         [part for view in buffers for part in (view, bytes(-view.nbytes % ALIGNMENT))],
     ]
     with replacing(Path(path)) as stream:
@@ -86,18 +86,18 @@ def save(store: Any, path: str | os.PathLike[str], states: Mapping[str, State]) 
     sync_folder(Path(path).parent)
 
 
-def _unpicklable(leaves: Sequence[Any], states: Mapping[str, State]) -> TypeError | None:
+def _unwritable(leaves: Sequence[Any], states: Mapping[str, State]) -> TypeError | None:
     """Return an error that names the object that can't be written, its State and its path."""
-    unpicklable = first_unpicklable(leaves)
-    if unpicklable is None:
+    unwritable = first_unwritable(leaves)
+    if unwritable is None:
         return None
-    leaf, reason = unpicklable
+    leaf, reason = unwritable
     for name, state in states.items():
         path = state._path_of(leaf)
         if path is not None:
             where = "".join(f"[{key!r}]" for key in path)
-            return TypeError(f"states[{name!r}].data{where}: a {type(leaf).__name__}, which can't be pickled: {reason}")
-    return TypeError(f"an object of type {type(leaf).__name__} can't be pickled: {reason}")
+            return TypeError(f"states[{name!r}].data{where}: a {type(leaf).__name__}, which can't be saved: {reason}")
+    return TypeError(f"an object of type {type(leaf).__name__} can't be saved: {reason}")
 
 
 def _write(stream: IO[bytes], sections: list[list[bytes | memoryview]]) -> None:
@@ -141,12 +141,14 @@ def read(
             raise TypeError(f"allow={allowed!r}: expected classes and functions, got {each!r}")
     try:
         with open(path, "rb") as stream:
-            header, structure, pickled, buffers = _read(stream)
-        leaves = load_leaves(pickled, header.views(buffers), allow=allowed, allow_pickle=allow_pickle)
+            header, structure, written, buffers = _read(stream)
+        leaves = load_leaves(written, header.views(buffers), allow=allowed, allow_pickle=allow_pickle)
         states = restore(store_for(header.arrays), structure, leaves, header.versions)
         return {name: states[index] for name, index in zip(header.names, header.places, strict=True)}
     except CheckpointError as error:
         raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{os.fspath(path)}: its objects are nested too deeply") from error
     except OpaqueError as error:
         raise OpaqueError(f"{os.fspath(path)}: {error}") from error
 
@@ -216,7 +218,9 @@ def _read(stream: IO[bytes]) -> tuple[_Header, bytes, bytes, bytes]:
     if count != SECTIONS or _digest_of(head[:-_DIGEST]) != head[-_DIGEST:]:
         raise CheckpointError("its head is damaged: the checksum does not fit")
     places = [_SECTION.unpack_from(head, _HEAD.size + index * _SECTION.size) for index in range(SECTIONS)]
-    end = max(offset + length for offset, length, _ in places)
+    *ends, end = _HEAD_BYTES, *(offset + length for offset, length, _ in places)
+    if any(offset < last for (offset, _, _), last in zip(places, ends, strict=True)):
+        raise CheckpointError("its sections overlap")
     if size != end:
         raise CheckpointError(f"it has {size} bytes and should have {end}: it is cut off, or something was added")
     sections = []
@@ -226,8 +230,8 @@ def _read(stream: IO[bytes]) -> tuple[_Header, bytes, bytes, bytes]:
         if _digest_of(data) != digest:
             raise CheckpointError(f"its section '{name}' is damaged: the checksum does not fit")
         sections.append(data)
-    header, structure, pickled, buffers = sections
-    return _Header.of(header), structure, pickled, buffers
+    header, structure, written, buffers = sections
+    return _Header.of(header), structure, written, buffers
 
 
 # ---- pickling -------------------------------------------------------------------------------------------------------

@@ -1,200 +1,138 @@
-"""Pickle the objects in States apart from their structure, and load them without running foreign code."""
+"""Write the objects in States apart from their structure, and read them without running foreign code.
+
+Most leaves are strings, floats, bytes and short tuples. Each of these types has a column of its own, which is written
+and read at once. All other leaves are values of the codec::
+
+    {"kinds": "sfsv", "s": ["\\0", 0], "f": 1, "v": [{"$set": [1, 2]}]}     0 and 1 are numbers of buffers
+"""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
-import pickle
+import array
+import itertools
+import json
 import sys
-import types
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from turnwise._C import CheckpointError
-from turnwise.utils.copies import CheckedPickler
+from turnwise.state.codec import FLAT, CodecError, Names, Reader, UntrustedNameError, Writer
 
-_NUMPY_CORE = ("numpy._core", "numpy.core")  # numpy 2 and later, earlier versions
-HARMLESS: dict[str, frozenset[str]] = {
-    "builtins": frozenset(
-        {"bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "object", "range"}
-        | {"set", "slice", "str", "tuple", "type", "Ellipsis", "NotImplemented"}
-    ),
-    "array": frozenset({"array", "_array_reconstructor"}),
-    "collections": frozenset({"Counter", "OrderedDict", "defaultdict", "deque"}),
-    "datetime": frozenset({"date", "datetime", "time", "timedelta", "timezone"}),
-    "decimal": frozenset({"Decimal"}),
-    "fractions": frozenset({"Fraction"}),
-    "pathlib": frozenset({"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}),
-    "pathlib._local": frozenset({"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}),
-    "random": frozenset({"Random"}),
-    "re": frozenset({"_compile"}),
-    "uuid": frozenset({"UUID"}),
-    "numpy": frozenset({"dtype", "ndarray"}),
-    **{f"{core}.multiarray": frozenset({"_reconstruct", "scalar"}) for core in _NUMPY_CORE},
-    **{f"{core}.numeric": frozenset({"_frombuffer"}) for core in _NUMPY_CORE},
-    "numpy.random._pickle": frozenset({"__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor"}),
-    "numpy.random.bit_generator": frozenset({"SeedSequence", "__pyx_unpickle_SeedSequence"}),
-    "numpy.random._mt19937": frozenset({"MT19937"}),
-    "numpy.random._pcg64": frozenset({"PCG64", "PCG64DXSM"}),
-    "numpy.random._philox": frozenset({"Philox"}),
-    "numpy.random._sfc64": frozenset({"SFC64"}),
-    "torch": frozenset({"device"}),
-    "turnwise.state.leaves": frozenset({"_torch_generator"}),
-    "turnwise.state.versions": frozenset({"ABSENT"}),
+_COLUMN_OF: dict[type, str] = {str: "s", float: "f", bytes: "b"}
+_SEPARATORS = "\0\x1e\x1f"
+_SHORT = 32
+"""Most items of a tuple with tuples in it that is written by column, where tuples that it holds twice are too."""
+
+
+# ---- columns --------------------------------------------------------------------------------------------------------
+def _column_of(kind: type, leaf: Any) -> str:
+    return "t" if kind is tuple and (_is_flat(leaf) or (len(leaf) <= _SHORT and _is_nested(leaf))) else "v"
+
+
+def _is_flat(values: Iterable[Any]) -> bool:
+    return FLAT.issuperset(map(type, values))
+
+
+def _is_nested(values: tuple[Any, ...]) -> bool:
+    return all(_is_flat(item) if type(item) is tuple else type(item) in FLAT for item in values)
+
+
+def _write_texts(texts: Sequence[str], writer: Writer) -> Any:
+    for separator in _SEPARATORS:
+        joined = separator.join(texts)
+        if joined.count(separator) == len(texts) - 1:
+            return [separator, writer.write_data(joined.encode("utf-8", "surrogatepass"), frozen=True)]
+    return texts
+
+
+def _read_texts(parts: Any, reader: Reader) -> list[Any]:
+    if len(parts) == 2 and type(parts[1]) is int:
+        separator, data = parts
+        return str(reader.read_data(data), "utf-8", "surrogatepass").split(separator)
+    return _all_of(str, parts)
+
+
+def _write_floats(floats: Sequence[float], writer: Writer) -> Any:
+    return writer.write_data(_little_endian(array.array("d", floats)).tobytes(), frozen=True)
+
+
+def _read_floats(parts: Any, reader: Reader) -> list[Any]:
+    floats = array.array("d")
+    floats.frombytes(reader.read_data(parts))
+    return _little_endian(floats).tolist()
+
+
+def _little_endian(floats: array.array[float]) -> array.array[float]:
+    if sys.byteorder == "big":
+        floats.byteswap()
+    return floats
+
+
+def _write_bytes(pieces: Sequence[bytes], writer: Writer) -> Any:
+    return [list(map(len, pieces)), writer.write_data(b"".join(pieces), frozen=True)]
+
+
+def _read_bytes(parts: Any, reader: Reader) -> list[Any]:
+    lengths, data = parts
+    data = reader.read_data(data)
+    ends = list(itertools.accumulate(_all_of(int, lengths)))
+    if min(lengths, default=0) < 0 or ends[-1:] != [memoryview(data).nbytes]:
+        raise CodecError("the lengths of its bytes are wrong")
+    return [bytes(data[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
+
+
+def _read_tuples(parts: Any, reader: Reader) -> list[Any]:
+    if _is_flat(itertools.chain.from_iterable(_all_of(list, parts))):
+        return list(map(tuple, parts))
+    inner = [item for each in parts for item in each if type(item) not in FLAT]
+    if not _is_flat(itertools.chain.from_iterable(_all_of(list, inner))):
+        raise CodecError("a column of tuples holds other things")
+    return [tuple([tuple(item) if type(item) is list else item for item in each]) for each in parts]
+
+
+def _all_of(kind: type, parts: Any) -> Any:
+    if type(parts) is not list or not {kind}.issuperset(map(type, parts)):
+        raise CodecError(f"a column holds other things than {kind.__name__}")
+    return parts
+
+
+_COLUMNS: dict[str, tuple[Callable[[Any, Writer], Any], Callable[[Any, Reader], list[Any]]]] = {
+    "s": (_write_texts, _read_texts),
+    "f": (_write_floats, _read_floats),
+    "b": (_write_bytes, _read_bytes),
+    "t": (lambda tuples, writer: tuples, _read_tuples),
+    "v": (lambda leaves, writer: writer.write_all(leaves), lambda parts, reader: reader.read_all(parts)),
 }
-"""Names allowed in a file: types and functions that only build values."""
 
 
-def _torch_generator(device: str, state: bytes) -> Any:
-    """Rebuild a pickled ``torch.Generator``; torch's own method uses an unrestricted pickle."""
-    import torch
-
-    generator = torch.Generator(device=device)
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return generator
-
-
-class _LeafPickler(CheckedPickler):
-    def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and type(value) is torch.Generator:
-            return _torch_generator, (str(value.device), value.get_state().numpy().tobytes())
-        return super().reducer_override(value)
-
-
-Find = Callable[[str, str], Any]
-"""Resolves a module and a name in a pickle; raises :class:`CheckpointError` for a forbidden name."""
-
-
-def find_harmless(module: str, name: str) -> Any:
-    """Return a type or function that only builds values. Raises :class:`CheckpointError` for others before import."""
-    if name in HARMLESS.get(module, ()):
-        return getattr(importlib.import_module(module), name)
-    if module in ("numpy", "torch") and "." not in name:
-        value = getattr(importlib.import_module(module), name, None)
-        if module == "torch" and isinstance(value, sys.modules["torch"].dtype):
-            return value
-        if module == "numpy" and isinstance(value, type) and issubclass(value, sys.modules["numpy"].generic):
-            return value
-    raise CheckpointError(
-        f"it names {module}.{name}, which is not one of the types known to be harmless: reading it can run "
-        f"any code, so it was not imported. If that class's code may run: load(path, allow=[{name}]). If you trust the "
-        "whole file: load(path, allow_pickle=True)"
-    )
-
-
-def load_pickle(pickled: bytes | memoryview, find: Find, buffers: Iterable[memoryview] = ()) -> Any:
-    """Unpickle, using only the names that ``find`` resolves.
-
-    No class is created and no named object is changed: an attribute set on a class would last for the process.
-    """
-    buffers = list(buffers)
-    with contextlib.suppress(_NeedsGuard):
-        return _Quick(pickled, find, buffers).load()
-    return _Guarded(pickled, find, buffers).load()
-
-
-class _NeedsGuard(Exception):
-    """The pickle names an object that a pickle could change or create classes with."""
-
-
-class _Quick(pickle.Unpickler):
-    """The C unpickler, for pickles that name only immutable objects: builtin functions and types written in C."""
-
-    def __init__(self, pickled: bytes | memoryview, find: Find, buffers: list[memoryview]) -> None:
-        super().__init__(io.BytesIO(pickled), buffers=buffers)
-        self._find = find
-
-    def find_class(self, module: str, name: str) -> Any:
-        named = self._find(module, name)
-        if isinstance(named, types.BuiltinFunctionType):
-            return named
-        if isinstance(named, type) and not named.__flags__ & _HEAP_TYPE and named is not type:
-            return named
-        raise _NeedsGuard
-
-
-_InPython: Any = pickle._Unpickler  # the pure-Python fallback, whose steps can be inspected
-
-
-class _Guarded(_InPython):
-    """Creates objects, and changes only objects that it created."""
-
-    def __init__(self, pickled: bytes | memoryview, find: Find, buffers: list[memoryview]) -> None:
-        super().__init__(io.BytesIO(pickled), buffers=buffers)
-        self._find, self._named = find, list[Any]()
-
-    def find_class(self, module: str, name: str) -> Any:
-        self._named.append(self._find(module, name))
-        return self._named[-1]
-
-    def load_build(self) -> None:
-        target = self.stack[-2]
-        if isinstance(target, type) or self._is_named(target):
-            raise CheckpointError(f"it changes {target!r}, which it only names")
-        super().load_build()
-
-    def load_reduce(self) -> None:
-        make, args = self.stack[-2:]
-        if make is type and args in _TYPES_OF:
-            super().load_reduce()
-        else:
-            self._make(make, super().load_reduce)
-
-    def load_newobj(self) -> None:
-        self._make(self.stack[-2], super().load_newobj)
-
-    def load_newobj_ex(self) -> None:
-        self._make(self.stack[-3], super().load_newobj_ex)
-
-    def _instantiate(self, make: Any, args: Any) -> None:
-        self._make(make, super()._instantiate, make, args)
-
-    def _make(self, make: Any, step: Callable[..., None], *arguments: Any) -> None:
-        if not self._is_named(make):
-            raise CheckpointError(f"it calls {make!r}, which it doesn't name")
-        makes_classes = isinstance(make, type) and issubclass(make, type)
-        if not makes_classes:
-            step(*arguments)
-        if makes_classes or isinstance(self.stack[-1], type):
-            raise CheckpointError("it makes a class")
-
-    def _is_named(self, value: Any) -> bool:
-        return any(value is each for each in self._named)
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        **_InPython.dispatch,
-        pickle.BUILD[0]: load_build,
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.NEWOBJ_EX[0]: load_newobj_ex,
-    }
-
-
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: its attributes can be set
-_TYPES_OF = ((None,), (Ellipsis,), (NotImplemented,))
-"""Reducers for these types, which have no importable name."""
-
-
+# ---- leaves ---------------------------------------------------------------------------------------------------------
 def dump_leaves(leaves: Sequence[Any]) -> tuple[bytes, list[memoryview]]:
-    """Return the pickle of ``leaves``, and the memory of their read-only arrays, which the pickle refers to."""
+    """Return the JSON of ``leaves``, and the memory of arrays, texts and bytes, which the JSON refers to by number."""
+    try:
+        return _dump(leaves, _column_of)
+    except ValueError:  # JSON takes no ints of thousands of digits, which a tuple may hold
+        return _dump(leaves, lambda kind, leaf: "v")
+
+
+def _dump(leaves: Sequence[Any], column_of: Callable[[type, Any], str]) -> tuple[bytes, list[memoryview]]:
+    kinds = [
+        _COLUMN_OF.get(kind) or column_of(kind, leaf) for kind, leaf in zip(map(type, leaves), leaves, strict=True)
+    ]
     buffers: list[memoryview] = []
+    writer = Writer(buffers)
+    plain: dict[str, Any] = {"kinds": "".join(kinds)}
+    present = sorted(set(kinds))
+    for each in present:
+        column = (
+            [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == each] if len(present) > 1 else leaves
+        )
+        plain[each] = _COLUMNS[each][0](column, writer)
+    text = json.dumps(plain, ensure_ascii=False, check_circular=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogatepass"), buffers
 
-    def out_of_band(buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if not view.readonly:  # an array inside an object that writes to it: it must stay writable
-            return True
-        buffers.append(view)
-        return False
 
-    stream = io.BytesIO()
-    _LeafPickler(stream, protocol=5, buffer_callback=out_of_band).dump(list(leaves))
-    return stream.getvalue(), buffers
-
-
-def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
-    """Return the first leaf that can't be pickled, with the error."""
+def first_unwritable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
+    """Return the first leaf that can't be written, with the error."""
     for leaf in leaves:
         try:
             dump_leaves([leaf])
@@ -204,26 +142,35 @@ def first_unpicklable(leaves: Iterable[Any]) -> tuple[Any, Exception] | None:
 
 
 def load_leaves(
-    pickled: bytes | memoryview, buffers: Iterable[memoryview], *, allow: Iterable[Any] = (), allow_pickle: bool = False
+    text: bytes | memoryview, buffers: Iterable[memoryview], *, allow: Iterable[Any] = (), allow_pickle: bool = False
 ) -> list[Any]:
     """Load the output of :func:`dump_leaves`. Arrays are views of ``buffers``. ``allow`` lists the caller's classes."""
-    allowed = {(each.__module__, each.__qualname__): each for each in allow}
-
-    def find(module: str, name: str) -> Any:
-        return allowed[module, name] if (module, name) in allowed else find_harmless(module, name)
-
+    reader = Reader(Names(allow, anything=allow_pickle), list(buffers))
     try:
-        if allow_pickle:
-            leaves = pickle.Unpickler(io.BytesIO(pickled), buffers=buffers).load()
-        else:
-            leaves = load_pickle(pickled, find, buffers)
-    except CheckpointError:
+        plain = json.loads(str(text, "utf-8", "surrogatepass"))
+        return _join(plain, reader)
+    except UntrustedNameError as error:
+        raise CheckpointError(
+            f"{error}: reading it can run any code, so it was not imported. If that class's code may run: "
+            f"load(path, allow=[{error.name}]). If you trust the whole file: load(path, allow_pickle=True)"
+        ) from error
+    except MemoryError:
         raise
-    except Exception as error:  # a pickle can raise any exception
-        raise CheckpointError(f"its objects can't be read: {type(error).__name__}: {error}") from error
-    if type(leaves) is not list:
-        raise CheckpointError("its objects are not a list")
-    return leaves
+    except Exception as error:  # a wrong part can raise any exception
+        shown = error if isinstance(error, CodecError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"its objects can't be read: {shown}") from error
+
+
+def _join(plain: Any, reader: Reader) -> list[Any]:
+    """Put the columns together again."""
+    kinds = plain.pop("kinds")
+    columns = {kind: _COLUMNS[kind][1](parts, reader) for kind, parts in plain.items()}
+    if sum(map(kinds.count, columns)) != len(kinds) or any(len(columns[each]) != kinds.count(each) for each in columns):
+        raise CodecError("its columns do not have the leaves that it lists")
+    if len(columns) == 1:
+        return next(iter(columns.values()))
+    following: dict[str, Iterator[Any]] = {kind: iter(column) for kind, column in columns.items()}
+    return [next(following[kind]) for kind in kinds]
 
 
 def freeze_leaves(leaves: list[Any]) -> list[Any]:

@@ -103,7 +103,8 @@ class OwnTask(GeneratedTask):
         if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Iterable):
             raise ValueError(f"{where} gave {found!r:.80}: expected a list of questions")
         rows = ((f"{where}, question {index}", question) for index, question in enumerate(found))
-        return QuestionSet(rows, self.identity, what=f"task {self.name!r}")
+        is_default = type(self).identity.__module__.startswith("turnwise.")
+        return QuestionSet(rows, self.identity, what=f"task {self.name!r}", ids_may_count=is_default)
 
     def match_requests(self, split: Split, n: int) -> list[EpisodeRequest]:
         """The first ``n`` held-out questions, for tournaments of a task with ``seats``."""

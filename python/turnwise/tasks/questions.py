@@ -7,7 +7,7 @@ import re
 import unicodedata
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Any, NamedTuple, get_args
@@ -63,7 +63,8 @@ class QuestionSet:
 
     ``rows`` are pairs of a place, which errors name, and a question. ``identity(question)`` is the part that tells it
     apart: its hash decides split and draws. Equal rows count once; rows with one identity are in one split. Raises
-    ``ValueError`` with the place of a row that JSON can't hold. ``what`` names the questions in messages.
+    ``ValueError`` with the place of a row that JSON can't hold. ``what`` names the questions in messages. With
+    ``ids_may_count``, whole rows are told apart, with a warning, where a split would be empty otherwise.
 
     Example: ``QuestionSet([("demo.jsonl:1", {"question": "2 + 2?", "answer": 4})]).draw("train", 1, 0)``
     """
@@ -75,8 +76,23 @@ class QuestionSet:
         *,
         split_of: Callable[[Any], Split] = split_of,
         what: str = "the questions",
+        ids_may_count: bool = True,
     ) -> None:
         self.identity, self.what = identity, what
+        rows = list(rows)
+        asked = self._sort(rows, split_of)
+        if ids_may_count and self._copies and not all(self._rows.values()):
+            self.identity = lambda question: question
+            asked = self._sort(rows, split_of)
+            warnings.warn(
+                f"{what}: rows that differ in their ids alone count as different questions, in any split, as a split "
+                "would be empty without them. Let identity(question) return what tells questions apart",
+                stacklevel=2,
+            )
+        asked.warn(what)
+
+    def _sort(self, rows: Sequence[tuple[str, Any]], split_of: Callable[[Any], Split]) -> _Asked:
+        """Put the rows into their splits, each in the order of their content."""
         self._orders: dict[tuple[Split, str], tuple[int, ...]] = {}
         self._rows: dict[Split, list[_Row]] = {split: [] for split in get_args(Split)}
         seen: set[tuple[str, bool]] = set()
@@ -95,7 +111,7 @@ class QuestionSet:
         numbered = {split: list(_numbered(found)) for split, found in self._rows.items()}
         self._copies = {(row.key, row.is_text): copy for found in numbered.values() for copy, row in found if copy}
         self._listed = {split: [row for _, row in sorted(found)] for split, found in numbered.items()}
-        asked.warn(what)
+        return asked
 
     def _keys_of(self, place: str, question: Any) -> tuple[str, str]:
         """Return the text or JSON of ``question``, and that of its identity."""

@@ -27,7 +27,7 @@ from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Messages, M
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2
 ASK, ANSWER, READ, EXPIRED, ENDED = "ask", "answer", "read", "expired", "ended"
 """Kinds of events. ``ask`` and ``answer``: a model call or awaited input starts and finishes. ``read``: an input
 came at once. ``expired``: a time limit ran out. ``ended``: an attempt at an episode ended."""
@@ -235,7 +235,7 @@ def _key_of(thing: Any) -> str:
 def _encoded_error(context: EpisodeContext, error: Exception) -> Any:
     """Return ``error`` as JSON, without keys in its text."""
     if context.secrets:
-        with contextlib.suppress(Exception):  # one that can't be copied can't be pickled either
+        with contextlib.suppress(Exception):  # one that can't be copied can't be recorded either
             error = copy.copy(error)
             error.args = context.without_secrets(error.args)
     return encode(error)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
-from turnwise.arena.recording.lossless_json import UnserializableValueError, UntrustedValueError, decode
+from turnwise.arena.recording.lossless_json import UntrustedValueError, decode
 from turnwise.arena.recording.recorder import ENDED, FORMAT
 from turnwise.arena.runtime.hashing import content_digest
 from turnwise.state import StateDict, StateList, to_python
+from turnwise.state.codec import CodecError
 from turnwise.types import EpisodeRequest, GenerateResult, RoutedExperts, Step
 from turnwise.utils.output import text_of
 
@@ -139,8 +140,12 @@ class EpisodeRecord:
         try:
             self.request = EpisodeRequest(**{name: self.decode(value) for name, value in recording["request"].items()})
             self._take(recording["events"])
-        except (UnserializableValueError, UntrustedValueError) as error:
+        except CodecError as error:
             raise RecordError(f"episode {row['id']!r} can't be played again: {error}{_way_out(error)}") from error
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RecordError(
+                f"episode {row['id']!r} can't be played again: its record is damaged ({type(error).__name__}: {error})"
+            ) from error
         self.happened = set(self.events)
 
     def _take(self, events: Sequence[Sequence[Any]]) -> None:
@@ -171,7 +176,11 @@ class EpisodeRecord:
 
 def nodes_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return an episode of ``rollouts.jsonl`` and all episodes below it, parents first."""
-    return [row, *(node for child in row["children"] for node in nodes_of(child))]
+    found, open_ = [], [row]
+    while open_:
+        found.append(open_.pop())
+        open_ += reversed(found[-1]["children"])
+    return found
 
 
 def _way_out(error: ValueError) -> str:

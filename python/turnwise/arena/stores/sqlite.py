@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import pickle
 import secrets
 import sqlite3
 import threading
@@ -25,14 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena.recording.lossless_json import UntrustedValueError, unpickle
+from turnwise.arena.recording.lossless_json import UntrustedValueError, decode, encode
 from turnwise.arena.stores.sampling import AttemptStats
 from turnwise.types import Artifact
-from turnwise.utils import copies
 
 APPLICATION = 0x74_77_73_74  # "twst"
-FORMAT = 3
-"""Format 1 had no ``run``, format 2 no ``digest``. Opening such a file converts it to the current format."""
+FORMAT = 4
+"""Formats 1 to 3 are those of versions before 0.1.0, which kept pickles."""
 PATIENCE = 30.0
 """Seconds that a write waits for another process's write."""
 
@@ -80,6 +78,17 @@ class ExternalChanges:
     present: list[tuple[Artifact, AttemptStats]] = field(default_factory=list)
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Let one process at a time run the block: SQLite fails at once where two switch a new file to its log."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 class SqliteStore:
     """One process's connection to the file at ``path``. It creates a missing file.
 
@@ -105,7 +114,8 @@ class SqliteStore:
             # Decode damaged text without an error, so that its checksum can report it.
             self._database.text_factory = lambda text: text.decode(errors="surrogateescape")
             try:
-                self._prepare(name)
+                with _alone_in(self.path.parent):
+                    self._prepare(name)
             except BaseException:
                 self._database.close()
                 raise
@@ -116,8 +126,8 @@ class SqliteStore:
         [[application]], [[format]] = run("PRAGMA application_id"), run("PRAGMA user_version")
         if tables and application != APPLICATION:
             raise ValueError(f"path={str(self.path)!r}: a database of something else, no artifact store")
-        if tables and not 1 <= format <= FORMAT:
-            raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads formats 1 to {FORMAT}")
+        if tables and format != FORMAT:
+            raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads format {FORMAT}")
         [[mode]] = run("PRAGMA journal_mode = WAL")
         # Without shared memory, SQLite has no write-ahead log. Then only full syncs keep the file whole.
         run(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
@@ -128,22 +138,10 @@ class SqliteStore:
             run("INSERT INTO store VALUES (?, ?, 0, 0, 0, 0, 0)", (name, secrets.token_hex(8)))
             run(f"PRAGMA application_id = {APPLICATION}")
             run(f"PRAGMA user_version = {FORMAT}")
-        self._bring_up_to_date(run("PRAGMA user_version").fetchone()[0])
         run("COMMIT")
         found, self.file, self._begun = run("SELECT name, file, revision FROM store").fetchone()
         if found != name:
             raise ValueError(f"path={str(self.path)!r}: holds the store {found!r}, not {name!r}")
-
-    def _bring_up_to_date(self, format: int) -> None:
-        run = self._database.execute
-        if format < 2:
-            run("ALTER TABLE artifacts ADD COLUMN run TEXT")
-        if format < 3:
-            self._database.create_function("digest", 6, _digest)
-            run("ALTER TABLE artifacts ADD COLUMN digest BLOB")
-            run("UPDATE artifacts SET digest = digest(id, data, source, parents, meta, run)")
-        if format < FORMAT:
-            run(f"PRAGMA user_version = {FORMAT}")
 
     @property
     def run(self) -> str:
@@ -401,7 +399,7 @@ def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Art
 
 
 def _digest(*fields: str | bytes | None) -> bytes:
-    """Return the checksum of an artifact's row without its revisions. It is compared before unpickling."""
+    """Return the checksum of an artifact's row without its revisions. It is compared before reading them."""
     digest = hashlib.blake2b(digest_size=16)
     for each in fields:
         raw = each.encode(errors="surrogateescape") if isinstance(each, str) else each or b""
@@ -409,27 +407,18 @@ def _digest(*fields: str | bytes | None) -> bytes:
     return digest.digest()
 
 
-def _packed(value: Any, allow_pickle: bool) -> str | bytes:
-    """Return JSON if it keeps ``value`` exactly, else a pickle. Raises ``TypeError`` for unreadable data."""
-    if _is_plain(value):
-        return json.dumps(value)
+def _packed(value: Any, allow_pickle: bool) -> str:
+    """Return ``value`` as JSON. Raises ``TypeError`` for data that could not be read back."""
     try:
-        written = copies.dumps(value)
-        unpickle(written, allow_pickle=allow_pickle)
+        written = json.dumps(encode(value, strict=True))
+        if '"$' in written:  # the mark of a value that JSON doesn't have
+            _unpacked(written, allow_pickle)
     except UntrustedValueError as error:
         raise TypeError(f"data={value!r}: can't be read back from a file: {error}. {TRUST}") from error
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except Exception as error:  # the object's own hooks can raise any error
         raise TypeError(f"data={value!r}: can't be kept in a file: {error}") from error
     return written
 
 
-def _unpacked(value: str | bytes, allow_pickle: bool) -> Any:
-    return json.loads(value) if isinstance(value, str) else unpickle(value, allow_pickle=allow_pickle)
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) is list:
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    return value is None or type(value) in (str, int, float, bool)
+def _unpacked(value: str, allow_pickle: bool) -> Any:
+    return decode(json.loads(value), allow_pickle=allow_pickle)

@@ -1,0 +1,355 @@
+"""Kinds of numpy and torch: arrays, tensors, their types and random generators. Neither is imported before its use.
+
+Wrong bytes could corrupt memory in three ways, so readers check them: objects in an array, a bool that is neither 0 nor
+1, and a generator's place beyond its numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import sys
+from typing import Any
+
+from turnwise.state.codec.core import FINDERS, READERS, CodecError, Reader, Write, Writer, integer
+
+_DTYPE = re.compile(r"\|b1|\|O|[<>|=][iufcmMSUV]\d*(\[[A-Za-z0-9/]*\])?")
+_MOST = 2**31 - 1
+_GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
+_PLACES = {"pos": 624, "buffer_pos": 4}
+"""Entries of the states of numpy's generators that are places in an array, and the largest."""
+_POOL, _ENTROPY_BITS = 64, 1 << 16
+_TORCH_CPU_STATE = struct.Struct("<QiiQ")  # seed, numbers left, whether it was seeded, place of the next number
+
+
+# ---- types of arrays ------------------------------------------------------------------------------------------------
+def _dtype_to_json(dtype: Any) -> Any:
+    np = sys.modules["numpy"]
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return {"base": _dtype_to_json(base), "shape": list(shape)}
+    if dtype.names is None:
+        if not _DTYPE.fullmatch(dtype.str) or np.dtype(dtype.str) != dtype:
+            raise TypeError(f"an array of dtype {dtype}, which has no plain form")
+        return dtype.str
+    if dtype.hasobject:
+        raise TypeError(f"an array of dtype {dtype}, which has objects in its fields")
+    parts = [dtype.fields[name] for name in dtype.names]
+    return {
+        "names": list(dtype.names),
+        "formats": [_dtype_to_json(part[0]) for part in parts],
+        "offsets": [part[1] for part in parts],
+        "titles": [part[2] if len(part) > 2 else None for part in parts],
+        "itemsize": dtype.itemsize,
+        "aligned": dtype.isalignedstruct,
+        "record": dtype.type is np.record,
+    }
+
+
+def _dtype_of(plain: Any) -> Any:
+    import numpy as np
+
+    if type(plain) is str:
+        if not _DTYPE.fullmatch(plain):
+            raise CodecError(f"{plain!r} is no dtype")
+        return np.dtype(plain)
+    if "base" in plain:
+        shape = tuple(integer(size, 0, _MOST) for size in plain["shape"])
+        dtype = np.dtype((_dtype_of(plain["base"]), shape))
+    else:
+        formats = [_dtype_of(each) for each in plain["formats"]]
+        itemsize = integer(plain["itemsize"], 0, _MOST)
+        for each, offset in zip(formats, plain["offsets"], strict=True):
+            integer(offset, 0, itemsize - each.itemsize)
+        names = ("names", "offsets", "titles", "itemsize")
+        fields: Any = {"formats": formats, **{name: plain[name] for name in names}}
+        if not any(plain["titles"]):
+            del fields["titles"]
+        dtype = np.dtype(fields, align=plain["aligned"] is True)
+        if plain["record"] is True:
+            dtype = np.dtype((np.record, dtype))
+    if dtype.hasobject:
+        raise CodecError("a dtype has objects in its fields")
+    return dtype
+
+
+def _check_bools(array: Any) -> None:
+    """Refuse bools that are neither 0 nor 1: numpy counts them by their bytes."""
+    import numpy as np
+
+    dtype = array.dtype
+    if dtype.names is not None:
+        for name in dtype.names:
+            _check_bools(array[name])
+    elif dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
+        raise CodecError("a bool in an array is neither 0 nor 1")
+
+
+# ---- arrays ---------------------------------------------------------------------------------------------------------
+def _write_array(value: Any, writer: Writer) -> Any:
+    dtype = value.dtype
+    parts: dict[str, Any] = {"dtype": _dtype_to_json(dtype), "shape": list(value.shape)}
+    frozen = not value.flags.writeable
+    if frozen:
+        parts["frozen"] = True
+    writer.keep(value)
+    if dtype.hasobject:
+        return {"$array": parts | {"items": writer.write_all(value.reshape(-1).tolist())}}
+    if value.flags.f_contiguous and not value.flags.c_contiguous:
+        value, parts["order"] = value.T, "F"
+    elif not value.flags.c_contiguous:
+        value = value.copy(order="C")
+    parts["data"] = writer.write_data(_memory(value), frozen=frozen)
+    return {"$array": parts}
+
+
+def _memory(array: Any) -> Any:
+    return memoryview(array.reshape(-1).view("u1")) if array.nbytes else b""
+
+
+def _read_array(parts: Any, reader: Reader) -> Any:
+    import numpy as np
+
+    dtype = _dtype_of(parts["dtype"])
+    shape = tuple(integer(size, 0, sys.maxsize) for size in parts["shape"])
+    frozen = parts.get("frozen") is True
+    if dtype.hasobject:
+        items = parts["items"]
+        if type(items) is not list or len(items) != math.prod(shape):
+            raise CodecError(f"an array of shape {shape} has another number of objects")
+        array = reader.keep(np.empty(shape, dtype))
+        flat = array.reshape(-1)
+        for place, item in enumerate(items):
+            flat[place] = reader.read(item)
+        array.setflags(write=not frozen)
+        return array
+    array = _array_of(reader.read_data(parts["data"]), dtype, shape, "F" if parts.get("order") == "F" else "C")
+    if not frozen:
+        array = array.copy(order="A")
+    return reader.keep(array)
+
+
+def _array_of(data: bytes | memoryview, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+    """Return a read-only view of ``data``. Raises :class:`CodecError` unless its size is exactly right."""
+    import numpy as np
+
+    size = memoryview(data).nbytes
+    if size != math.prod(shape) * dtype.itemsize or (dtype.itemsize == 0 and math.prod(shape) > 1):
+        raise CodecError(f"an array of shape {shape} and dtype {dtype} does not have {size} bytes")
+    array = np.ndarray(shape, dtype, data, order=order) if size else np.empty(shape, dtype, order=order)
+    array.setflags(write=False)
+    _check_bools(array)
+    return array
+
+
+def _write_scalar(value: Any, writer: Writer) -> Any:
+    np = sys.modules["numpy"]
+    array = np.asarray(value)
+    if type(array[()]) is not type(value) or array.dtype.hasobject:
+        raise TypeError(f"a {type(value).__name__} of dtype {array.dtype}, which has no plain form")
+    data = writer.write_data(_memory(array)) if array.nbytes else ""
+    return writer.finish(value, "$scalar", [_dtype_to_json(array.dtype), data])
+
+
+def _read_scalar(parts: Any, reader: Reader) -> Any:
+    dtype, data = parts
+    array = _array_of(reader.read_data(data), _dtype_of(dtype), (), "C")
+    if array.dtype.hasobject:
+        raise CodecError("a scalar is an object")
+    return reader.keep(array.copy()[()])
+
+
+def _write_dtype(value: Any, writer: Writer) -> Any:
+    return {"$dtype": _dtype_to_json(value)}
+
+
+# ---- numpy's generators ---------------------------------------------------------------------------------------------
+def _write_generator(value: Any, writer: Writer) -> Any:
+    return writer.finish(value, "$generator", writer.write(value.bit_generator))
+
+
+def _read_generator(parts: Any, reader: Reader) -> Any:
+    return reader.keep(_numpy_random().Generator(reader.read(parts)))
+
+
+def _write_random_state(value: Any, writer: Writer) -> Any:
+    state = value.get_state(legacy=False)
+    parts = [writer.write(value._bit_generator), state["has_gauss"], state["gauss"]]
+    return writer.finish(value, "$random_state", parts)
+
+
+def _read_random_state(parts: Any, reader: Reader) -> Any:
+    bits, has_gauss, gauss = parts
+    value = _numpy_random().RandomState(reader.read(bits))
+    state = value.get_state(legacy=False) | {"has_gauss": integer(has_gauss, 0, 1), "gauss": float(gauss)}
+    value.set_state(state)
+    return reader.keep(value)
+
+
+def _write_bits(value: Any, writer: Writer) -> Any:
+    seed = getattr(value, "seed_seq", None)
+    seed = seed if type(seed) is _numpy_random().SeedSequence else None
+    parts = [type(value).__name__, writer.write(seed), writer.write(value.state)]
+    return writer.finish(value, "$bits", parts)
+
+
+def _read_bits(parts: Any, reader: Reader) -> Any:
+    random = _numpy_random()
+    name, seed, state = parts
+    if name not in _GENERATORS:
+        raise CodecError(f"{name!r} is no generator")
+    seed, state = reader.read(seed), reader.read(state)
+    if seed is not None and type(seed) is not random.SeedSequence:
+        raise CodecError(f"{seed!r} is no seed")
+    value = getattr(random, name)(0 if seed is None else seed)
+    _check_state(value.state, state)
+    value.state = state
+    return reader.keep(value)
+
+
+def _check_state(whole: Any, state: Any, name: str = "state") -> None:
+    """Check that ``state`` is like ``whole``, and that its places are not beyond its numbers: numpy checks neither."""
+    good = type(state) is type(whole)
+    if good and type(whole) is dict:
+        good = whole.keys() == state.keys()
+        for key in whole if good else ():
+            _check_state(whole[key], state[key], key)
+    elif good and type(whole) is int:
+        integer(state, 0, _PLACES.get(name, 2**128 - 1))
+    elif good and type(whole) is str:
+        good = state == whole
+    elif good:
+        good = state.dtype == whole.dtype and state.shape == whole.shape
+    if not good:
+        raise CodecError(f"a generator's {name!r} is wrong")
+
+
+def _write_seed(value: Any, writer: Writer) -> Any:
+    state = value.state
+    key, entropy = state["spawn_key"], state["entropy"]
+    entropy = entropy.tolist() if hasattr(entropy, "tolist") else entropy
+    parts = [state["pool_size"], state["n_children_spawned"], writer.write(key), writer.write(entropy)]
+    return writer.finish(value, "$seed", parts)
+
+
+def _read_seed(parts: Any, reader: Reader) -> Any:
+    pool, children, key, entropy = parts
+    key, entropy = reader.read(key), reader.read(entropy)
+    for part in (*key, *(entropy if isinstance(entropy, list | tuple) else (entropy,))):
+        integer(part, 0, 1 << _ENTROPY_BITS)
+    make = _numpy_random().SeedSequence
+    pool, children = integer(pool, 4, _POOL), integer(children, 0, 2**32)
+    return reader.keep(make(entropy, spawn_key=key, pool_size=pool, n_children_spawned=children))
+
+
+def _numpy_random() -> Any:
+    import numpy as np
+
+    return np.random
+
+
+# ---- torch ----------------------------------------------------------------------------------------------------------
+def _write_tensor(value: Any, writer: Writer) -> Any:
+    torch = sys.modules["torch"]
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+        raise TypeError("a tensor that is not dense")
+    flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    parts: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if value.device.type != "cpu":
+        parts["device"] = str(value.device)
+    if value.requires_grad:
+        parts["grad"] = True
+    return writer.finish(value, "$tensor", parts | {"data": writer.write_data(data)})
+
+
+def _read_tensor(parts: Any, reader: Reader) -> Any:
+    import torch
+
+    dtype = getattr(torch, parts["dtype"], None)
+    shape = [integer(size, 0, sys.maxsize) for size in parts["shape"]]
+    data = bytearray(reader.read_data(parts["data"]))
+    if not isinstance(dtype, torch.dtype) or len(data) != math.prod(shape) * dtype.itemsize:
+        raise CodecError(f"a tensor of shape {shape} and dtype {parts['dtype']!r} does not have {len(data)} bytes")
+    if dtype is torch.bool and data.translate(None, b"\0\1"):
+        raise CodecError("a bool in a tensor is neither 0 nor 1")
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    value = flat.reshape(shape).to(parts.get("device", "cpu"))
+    return reader.keep(value.requires_grad_(parts.get("grad") is True))
+
+
+def _write_torch_generator(value: Any, writer: Writer) -> Any:
+    data = writer.write_data(value.get_state().numpy())
+    return writer.finish(value, "$torch_generator", [str(value.device), data])
+
+
+def _read_torch_generator(parts: Any, reader: Reader) -> Any:
+    import torch
+
+    device, data = parts
+    value = torch.Generator(device)
+    state = bytearray(reader.read_data(data))
+    if value.device.type == "cpu":
+        # Torch checks neither that the numbers that are left are there.
+        _, left, _, place = _TORCH_CPU_STATE.unpack_from(state)
+        if not 0 < left <= 624 or place + left - 1 > 624:
+            raise CodecError("a generator's place lies beyond its numbers")
+    value.set_state(torch.frombuffer(state, dtype=torch.uint8))
+    return reader.keep(value)
+
+
+def _write_device(value: Any, writer: Writer) -> Any:
+    return {"$device": str(value)}
+
+
+def _read_device(parts: Any, reader: Reader) -> Any:
+    import torch
+
+    return torch.device(parts)
+
+
+def _write_torch_dtype(value: Any, writer: Writer) -> Any:
+    return {"$name": str(value).replace(".", ":")}
+
+
+# ---- which kind a class is of ---------------------------------------------------------------------------------------
+def _find(kind: type) -> Write | None:
+    """Return the writer of a type of numpy or torch. Both are imported if there is an object of such a type."""
+    room = kind.__module__.partition(".")[0]
+    found = sys.modules.get(room)
+    if room == "numpy" and found is not None:
+        if issubclass(kind, found.generic):
+            return _write_scalar
+        if issubclass(kind, found.dtype):
+            return _write_dtype
+        if kind.__module__.startswith("numpy.random"):
+            if kind.__name__ in _GENERATORS:
+                return _write_bits
+            writers = {"Generator": _write_generator, "RandomState": _write_random_state, "SeedSequence": _write_seed}
+            return writers.get(kind.__name__)
+        return _write_array if kind is found.ndarray else None
+    if room == "torch" and found is not None:
+        kinds: dict[type, Write] = {
+            found.Tensor: _write_tensor,
+            found.Generator: _write_torch_generator,
+            found.device: _write_device,
+            found.dtype: _write_torch_dtype,
+        }
+        return kinds.get(kind)
+    return None
+
+
+FINDERS.insert(0, _find)
+READERS |= {
+    "$array": _read_array,
+    "$scalar": _read_scalar,
+    "$dtype": lambda parts, reader: _dtype_of(parts),
+    "$generator": _read_generator,
+    "$random_state": _read_random_state,
+    "$bits": _read_bits,
+    "$seed": _read_seed,
+    "$tensor": _read_tensor,
+    "$torch_generator": _read_torch_generator,
+    "$device": _read_device,
+}
