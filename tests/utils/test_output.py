@@ -170,7 +170,7 @@ def callers(*functions: str) -> set[str]:
 
 
 PRINTING = {
-    "utils/output.py", "cli/look/probes.py",  # processes of their own
+    "cli/look/probes.py",  # processes of their own
     "integrations/gateway/process/supervisor.py",  # to a log file
 }  # fmt: skip
 
