@@ -29,8 +29,8 @@ def fetch(folder: Path) -> Path:
 def convert(file: Path, folder: Path) -> None:
     """Write the model and the tokenizer of a GGUF `file` as transformers saves them."""
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+    read = AutoModelForCausalLM.from_pretrained(**source, trust_remote_code=False, dtype=torch.float32)
     end = tokenizer.convert_tokens_to_ids(END)
     del read.config.quantization_config
     model = LlamaForCausalLM(read.config)  # one that doesn't know it was quantized

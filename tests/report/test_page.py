@@ -66,7 +66,7 @@ def test_written_whole_beside_the_run_or_where_asked(made_run, tmp_path):
 
 
 @pytest.mark.parametrize("out", ["page.html", "a/b/page.html"])
-@pytest.mark.parametrize("fails", ["os.replace", "turnwise.report.read.render", "pathlib.Path.open"])
+@pytest.mark.parametrize("fails", ["os.replace", "turnwise.report.read.render", "turnwise.utils.files.create_beside"])
 def test_a_view_that_fails_leaves_nothing_behind(made_run, tmp_path, monkeypatch, out, fails):
     """It left ``page.html.tmp``, and the folders made for it."""
     folder = tmp_path / "out"

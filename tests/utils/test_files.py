@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 
-from turnwise.utils.files import read_json_lines, replace_text, replacing
+import turnwise
+from turnwise.utils.files import (
+    check_no_links,
+    create_beside,
+    open_to_append,
+    read_json_lines,
+    replace_text,
+    replacement,
+    replacing,
+)
+
+PACKAGE = Path(turnwise.__file__).parent
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -61,3 +74,67 @@ def test_no_other_code_splits_json_lines() -> None:
         text = path.read_text(encoding="utf-8")
         mine = path.name == "files.py" or path.parent.name in ("environments", "sandbox")  # lines of pipes
         assert mine or "json.loads(line" not in text, path
+
+
+@pytest.mark.parametrize("write", [replace_text, lambda path, text: _write_to_path(path, text)], ids=["text", "path"])
+def test_links_in_a_folder_lead_no_writer_to_another_file(tmp_path, monkeypatch, write):
+    """They were followed at the name of the temporary file, which could be predicted."""
+    folder, other = tmp_path / "sent", tmp_path / "other.txt"
+    folder.mkdir()
+    other.write_text("kept")
+    path = folder / "report.html"
+    with replacing(path) as stream:
+        temporary = list(folder.iterdir())
+        stream.write(b"old")
+    names = {create_beside(path)[0].name for _ in range(20)}
+    assert len(names) == 20 and temporary[0].name not in names
+    # Even at a name that was guessed, a link is no place to write.
+    monkeypatch.setattr("secrets.token_hex", lambda size: "0" * 2 * size)
+    (folder / f".report.html.{'0' * 16}.tmp").symlink_to(other)
+    with pytest.raises(FileExistsError):
+        write(path, "new")
+    monkeypatch.undo()
+    path.unlink()
+    path.symlink_to(other)
+    write(path, "new")
+    assert other.read_text() == "kept" and path.read_text() == "new" and not path.is_symlink()
+
+
+def _write_to_path(path, text):
+    with replacement(path) as file:
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_what_is_appended_to_is_a_file_and_no_link(tmp_path, kind):
+    path, other = tmp_path / "log", tmp_path / "other"
+    other.write_text("kept")
+    {"link": lambda: path.symlink_to(other), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
+    with pytest.raises(OSError, match="log"):
+        open_to_append(path)
+    assert other.read_text() == "kept"
+
+
+def test_links_below_a_folder_are_found(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    (run / "export" / "step").mkdir(parents=True)
+    other.mkdir()
+    check_no_links(run, run / "export" / "step")
+    check_no_links(run, run / "missing" / "step")
+    (run / "servers").symlink_to(other)
+    (run / "export" / "step" / "model").symlink_to(other / "file")
+    for path in (run / "servers", run / "servers" / "new", run / "export", run / "export" / "step"):
+        with pytest.raises(ValueError, match="got a link"):
+            check_no_links(run, path)
+
+
+def test_only_one_module_names_temporary_files():
+    """Another name of a file beside a file is predictable, or forgets that links lie there."""
+    named = re.compile(r"""with_suffix\(|["'][^"']*\.(tmp|partial|part|temp)["']""")
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if named.search(line)
+    }
+    assert found == {"utils/files.py", "train/checkpoint/checkpoint.py"}  # there a new folder, which no link can be

@@ -170,10 +170,22 @@ def callers(*functions: str) -> set[str]:
 
 
 PRINTING = {
-    "utils/output.py", "cli/look/probes.py",  # processes of their own
-    "integrations/gateway/process/supervisor.py", "inference/server/own.py",  # to a log file
+    "cli/look/probes.py",  # processes of their own
+    "integrations/gateway/process/supervisor.py",  # to a log file
 }  # fmt: skip
 
 
 def test_all_printing_goes_through_one_place() -> None:
     assert callers("print", "Console", "sys.stdout.write") == PRINTING
+
+
+def test_strings_on_a_console_and_in_its_tables_hold_no_control_characters(capsys):
+    from rich.table import Table
+
+    table = Table("name\x1b[31m")
+    table.add_row("cell\x1b]0;title\x07")
+    shown = console(width=80)
+    shown.print("line\x1b[2J\x9b1m")
+    shown.print(table)
+    text = capsys.readouterr().out
+    assert not any(code in text for code in "\x1b\x07\x9b") and text.count("\\x1b") == 3

@@ -16,7 +16,7 @@ from turnwise.arena.runtime.context import Beam, EpisodeContext
 from turnwise.arena.runtime.watch import warn_once
 from turnwise.types import EpisodeState
 from turnwise.utils.copies import dumps, own_copy
-from turnwise.utils.files import parse_json_line
+from turnwise.utils.files import open_to_append, parse_json_line, replacing
 
 FORMAT = 7
 MANIFEST = "manifest.jsonl"
@@ -62,15 +62,17 @@ class EpisodeCheckpoints:
         if isinstance(context.recorder, EpisodeRecorder):
             saved["recording"] = context.recorder.events_below(context.record_key)
         path = self._path(rollout.id)
-        temporary = path.with_suffix(".tmp")
         try:
             content = dumps((FORMAT, saved))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise TypeError(f"the data of episode {rollout.id!r} can't be saved on the way: {error}") from error
         line = json.dumps({"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}) + "\n"
-        _write(self.folder / MANIFEST, line.encode(), "ab")
-        _write(temporary, content, "wb")
-        temporary.replace(path)
+        with open_to_append(self.folder / MANIFEST) as manifest:
+            manifest.write(line.encode())
+            manifest.flush()
+            os.fsync(manifest.fileno())
+        with replacing(path, sync=True) as stream:
+            stream.write(content)
 
     def load(self, context: EpisodeContext) -> EpisodeState | None:
         """Restore ``context`` and return the episode's state.
@@ -132,14 +134,6 @@ class EpisodeCheckpoints:
         name = hashlib.blake2b(id.encode(), digest_size=12).hexdigest()
         top = id.partition(".")[0].partition("/")[0]  # the top episode's id is a prefix of the ids of spawned ones
         return self.folder / f"{top}-{name}.episode"
-
-
-def _write(path: Path, content: bytes, mode: str) -> None:
-    """Write or append ``content`` and sync it to disk."""
-    with path.open(mode) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _pickled_artifact(context: EpisodeContext, artifact: Any) -> bytes | None:

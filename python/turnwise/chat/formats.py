@@ -329,7 +329,7 @@ class ChatRenderer(ChatFormat):
 
     Example::
 
-        renderer = ChatRenderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
+        renderer = ChatRenderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B", trust_remote_code=False))
         ids = renderer.prompt_ids([{"role": "user", "content": "Is <|im_end|> a word?"}])
     """
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import turnwise
 from turnwise.cli.options import EXIT_OK
+from turnwise.utils.files import check_no_links
 from turnwise.utils.output import say
 from turnwise.utils.registry import did_you_mean
 
@@ -93,7 +94,10 @@ def export(options: argparse.Namespace) -> int:
             raise ValueError(f"--push {options.push}: expected one of {', '.join(policies)} with --policy, got all")
         check_push(config, policies[0], merge=options.merge)
     checkpoint = find_exported(config, options.checkpoint)
-    out = options.out or options.run_dir / "export" / checkpoint.name
+    out = options.out
+    if out is None:
+        out = options.run_dir / "export" / checkpoint.name
+        check_no_links(options.run_dir, out)
     exported, manifest = export_checkpoint(config, out, checkpoint, only=policies, merge=options.merge)
     for one in exported:
         write_card(one, config, manifest, options.push)

@@ -14,7 +14,7 @@ from turnwise.cluster.placement import Kind, Role
 from turnwise.cluster.supervisor import Place
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
-from turnwise.utils.files import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE, replace_text
 
 ROLE = "TURNWISE_CLUSTER_ROLE"
 """Environment variable with the role of a process that a supervisor started."""
@@ -28,7 +28,7 @@ def write_config(config: TrainConfig) -> Path:
     """Write the config that all processes of the run read, and return the file."""
     path = (config.run_dir / FOLDER / "config.toml").absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_toml(config), encoding="utf-8")
+    replace_text(path, to_toml(config))
     return path
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol, Self
 from turnwise.cluster.child import PARENT
 from turnwise.cluster.placement import Node, Role
 from turnwise.cluster.versions import versions
+from turnwise.utils.files import open_to_append
 from turnwise.utils.processes import end_group, has_ended, how_it_ended
 
 
@@ -78,7 +79,7 @@ class ProcessHost:
         folder = command.folder if os.path.isdir(command.folder) else None
         # Ray's own settings of a worker process would make the program a part of Ray.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        with command.log.open("ab") as log:
+        with open_to_append(command.log) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", *self.program, *command.arguments],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,

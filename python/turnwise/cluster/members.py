@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.utils.files import EVENTS, MEMBERS, replace_text
+from turnwise.utils.files import EVENTS, MEMBERS, open_to_append, replace_text
 
 FOLDER = MEMBERS.parent
 """Folder of the run with these files, and what the supervisor prepares for the processes."""
@@ -62,5 +62,5 @@ def log_file(run_dir: Path, role: str) -> Path:
 def record(run_dir: Path, event: Event, role: str, **about: Any) -> None:
     """Append an event of ``role`` to the run's events."""
     line = {"time": time.time(), "event": event, "role": role, **about}
-    with events_file(run_dir).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
+    with open_to_append(events_file(run_dir)) as stream:
+        stream.write(f"{json.dumps(line)}\n".encode())

@@ -24,6 +24,7 @@ from turnwise.replay.diff import FirstDifference, first_difference
 from turnwise.replay.replayer import DeadlockDetectingLoop, Replayer, replay_episode
 from turnwise.run.build import Run, arena_for_client, build_run
 from turnwise.run.checks import resolve_config, task_of, tiny_model
+from turnwise.run.clients import LOGS
 from turnwise.state import to_python
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints, load_weights
 from turnwise.train.checkpoint.files import read_tensors
@@ -40,6 +41,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.run_folder import foreign_episode
 from turnwise.train.validate import read_config
 from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
+from turnwise.utils.files import check_no_links
 
 
 @dataclass(slots=True)
@@ -259,6 +261,7 @@ def load_run(config: TrainConfig, checkpoint: str | None) -> Run:
 
     ``"start"`` means the start of the run. A league's snapshot has the name of its step's checkpoint.
     """
+    check_no_links(config.run_dir, config.run_dir / LOGS)  # where the engines write
     root = config.run_dir / "checkpoints"
     if checkpoint is None and list_checkpoints(root):
         checkpoint = "newest"

@@ -97,7 +97,7 @@ def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> di
             model_config = model.config
             model_config.architectures = [type(model).__name__]  # vLLM asks for it
         else:
-            model_config = AutoConfig.from_pretrained(first.path)
+            model_config = AutoConfig.from_pretrained(first.path, trust_remote_code=False)
         model_config.dtype = first.dtype
         model_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

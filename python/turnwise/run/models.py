@@ -177,7 +177,7 @@ def _is_here(path: str) -> bool:
     if path == TINY or path.startswith((".", "/", "~")):
         return True
     try:
-        AutoConfig.from_pretrained(path, local_files_only=True)
+        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except OSError:
         return False
     except ValueError:  # of a model that transformers doesn't know, which the next reading names
@@ -274,7 +274,7 @@ def _dtype_of_files(path: str) -> torch.dtype | None:
     """Return the dtype of a model's files, in which vLLM serves it by default; ``None`` if they don't say it."""
     from transformers import AutoConfig
 
-    dtype: torch.dtype | None = AutoConfig.from_pretrained(path).get_text_config().dtype
+    dtype: torch.dtype | None = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().dtype
     return dtype
 
 

@@ -175,7 +175,7 @@ def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
     from transformers import AutoConfig
 
     path, server, name_there = next(iter(config.policies.values())).path, connect(config), base_model(config)
-    model = AutoConfig.from_pretrained(path).get_text_config()
+    model = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     updates_per_step = config.update.ppo_epochs * config.update.num_minibatches
     policies = {
         name: RemotePolicy(

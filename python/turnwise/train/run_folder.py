@@ -54,7 +54,7 @@ class RunLock:
 
     def _take(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         self.note, before = None, _holder(os.pread(file, 4096, 0))
         host = socket.gethostname()
         # A lock that another process holds is an error; any other doubt becomes a note.

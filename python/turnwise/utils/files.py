@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -48,23 +50,79 @@ FilePath = Annotated[Path, _Expanded()]
 """Type of an option that is a path."""
 
 
+def create_beside(path: Path, mode: int = 0o666) -> tuple[Path, int]:
+    """Create an empty file with a random name in the folder of ``path``. Return its path and an open descriptor.
+
+    The folder may come from someone else, and hold links at names that can be predicted: writing through such a link
+    would overwrite a file elsewhere. All temporary files of turnwise are made here.
+    """
+    file = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.tmp")
+    return file, os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a stream whose bytes replace ``path`` when the block ends. After an error, ``path`` is unchanged."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def replacement(path: Path) -> Iterator[Path]:
+    """Yield the path of a new empty file, which replaces ``path`` when the block ends. After an error it is deleted.
+
+    For writers that take a path. They may also replace the file itself.
+    """
+    temporary, descriptor = create_beside(path)
+    os.close(descriptor)
     try:
-        with temporary.open("wb") as stream:
-            yield stream
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
+@contextmanager
+def replacing(path: Path, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """Yield a stream whose bytes replace ``path`` when the block ends. After an error, ``path`` is unchanged.
+
+    ``mode`` is that of the new file, less the process's mask. With ``sync`` the bytes are on the disk before its name.
+    """
+    temporary, descriptor = create_beside(path, mode)
+    try:
+        with open(descriptor, "wb") as stream:
+            yield stream
+            if sync:
+                stream.flush()
+                os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open ``path`` to append, and create it if it is missing. Raises ``OSError`` for a link, and for no file."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "expected a regular file", str(path))
+    return open(descriptor, "ab")
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path``, whole or not at all."""
     with replacing(path) as stream:
         stream.write(text.encode("utf-8"))
+
+
+def check_no_links(folder: Path, path: Path) -> None:
+    """Raise ``ValueError`` if a link in ``folder`` leads from it to ``path``, or one is below ``path``.
+
+    For commands that write to ``path`` in the folder of a run that may come from someone else.
+    """
+    parents = [parent for parent in (path, *path.parents) if parent.is_relative_to(folder) and parent != folder]
+    for each in (*parents, *path.rglob("*")):
+        if each.is_symlink():
+            raise ValueError(
+                f"{str(each)!r}: expected a file or folder of the run, got a link, through which another file would be "
+                "overwritten. Delete the link, or write elsewhere"
+            )
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -182,8 +182,12 @@ def tell(line: str) -> None:
 
 
 def console(to: Name = "stdout", **settings: Any) -> Console:
-    """Return a console of rich on which text is no markup."""
+    """Return a console of rich on which text is no markup, and control characters of strings are escaped."""
     from rich.console import Console
 
+    class Printable(Console):
+        def render_str(self, text: str, **options: Any) -> Any:
+            return super().render_str(printable(text), **options)
+
     file: Any = Output.over(getattr(sys, to))
-    return Console(file=file, markup=False, emoji=False, highlight=False, **settings)
+    return Printable(file=file, markup=False, emoji=False, highlight=False, **settings)

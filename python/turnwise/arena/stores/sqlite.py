@@ -159,7 +159,7 @@ class SqliteStore:
         """Lock the file for writing. Raises ``OSError`` if another process writes and not all of them share."""
         if self._claim is not None:
             return
-        claim = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        claim = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(claim, (fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:

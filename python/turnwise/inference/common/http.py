@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from turnwise.types import ModelError
+from turnwise.utils.files import replacing
 
 T = TypeVar("T")
 
@@ -310,11 +311,8 @@ def write_key(path: Path, key: str) -> None:
     folder = path.parent.lstat()
     if not stat.S_ISDIR(folder.st_mode) or not _is_private(folder):
         raise OSError(f"{path.parent} can be used by others: delete it, or set TMPDIR to another folder")
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(key + "\n")
-    partial.replace(path)
+    with replacing(path, 0o600) as file:
+        file.write(f"{key}\n".encode("ascii"))
 
 
 def _is_private(entry: os.stat_result) -> bool:

@@ -22,6 +22,7 @@ from turnwise.inference.server.settings import RETURN_EXPERTS, ServeSettings
 from turnwise.inference.vllm.worker import vllm_or_raise
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.types import Tokenizer
+from turnwise.utils.files import open_to_append
 from turnwise.utils.threads import to_thread
 
 DEAD_AFTER = 30.0
@@ -194,8 +195,8 @@ def _server(
     path = logs / f"vllm-{folder.name}.log"
 
     def append(line: str) -> None:
-        with path.open("a", encoding="utf-8") as file:
-            print(line, file=file)
+        with open_to_append(path) as file:
+            file.write(f"{line}\n".encode(errors="backslashreplace"))
 
     return ModelServer(settings, log=append)
 

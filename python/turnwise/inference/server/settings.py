@@ -144,7 +144,8 @@ def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
         # By default, vLLM computes float32 models in half precision.
         from transformers import AutoConfig
 
-        dtype = getattr(AutoConfig.from_pretrained(settings.model).get_text_config(), "dtype", None)
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+        dtype = getattr(config.get_text_config(), "dtype", None)
     options: dict[str, Any] = {
         "model": settings.model,
         "host": settings.host,
@@ -194,7 +195,7 @@ def _rotary_options(settings: ServeSettings) -> dict[str, Any]:
         return {}
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
     return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if hasattr(config, "kv_lora_rank") else {}
 
 

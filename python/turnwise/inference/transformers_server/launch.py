@@ -30,13 +30,13 @@ def build_model(settings: ServeSettings) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(settings.model)
+    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
     dtype = settings.engine_args.get("dtype") or getattr(config.get_text_config(), "dtype", None) or torch.float32
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if settings.dummy_weights:
-        model = AutoModelForCausalLM.from_config(config, dtype=kind)
+        model = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False)
     else:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=kind)
+        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=kind, trust_remote_code=False)
     return model.to(settings.engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

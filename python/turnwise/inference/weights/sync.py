@@ -40,6 +40,7 @@ from turnwise.inference.weights.weight_block import (
     sums_of,
 )
 from turnwise.inference.weights.wire import LOOPBACK
+from turnwise.utils.files import replacement
 
 _HAS_MEMORY = hasattr(os, "memfd_create")
 
@@ -162,20 +163,15 @@ class SafetensorsTransfer:
         self._sequence += 1
         path = self._folder / f"weights-{self._mark}-{self._sequence}.safetensors"
         metadata = {"turnwise": json.dumps({"mark": self._mark, "sequence": self._sequence, "aliases": aliases})}
-        partial = path.with_suffix(".partial")
         try:
             # Copies, because views of one storage may overlap, which the format rejects.
-            save_file(
-                {name: weights[name].detach().cpu().clone(memory_format=torch.contiguous_format) for name in names},
-                partial,
-                metadata,
-            )
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-                size = os.fstat(file.fileno()).st_size
-            partial.rename(path)
+            copies = {name: weights[name].detach().cpu().clone(memory_format=torch.contiguous_format) for name in names}
+            with replacement(path) as partial:
+                save_file(copies, partial, metadata)
+                with partial.open("rb") as file:
+                    os.fsync(file.fileno())
+                    size = os.fstat(file.fileno()).st_size
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
             raise TransferError(f"weights could not be written to {path}: {error}") from error
         self._remove()
         self._remove = weakref.finalize(self, path.unlink, missing_ok=True)

@@ -82,7 +82,7 @@ def read_dataset(name: str, subset: str | None, split: str) -> list[GSM8KQuestio
                 raise ValueError("it has no splits: expected a saved DatasetDict")
             rows = saved[split]
         else:
-            rows = datasets.load_dataset(name, subset, split=split)
+            rows = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
     except Exception as error:  # its errors have many types, and name none of these settings
         where = f"dataset={name!r}" + ("" if subset is None else f", subset={subset!r}")
         raise ValueError(f"{where}: no split {split!r} could be loaded: {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ from torch import Tensor
 from turnwise.train.checkpoint.files import CheckpointError, read_tensors, write_tensors
 from turnwise.train.learner.learner import Learner, Weights
 from turnwise.types import InferenceClient
-from turnwise.utils.files import link_or_copy
+from turnwise.utils.files import link_or_copy, replacement
 
 LIVE = "live"
 """Name of the policies that train, in a league's matrix."""
@@ -52,9 +52,8 @@ class Pool:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in member.versions:
             target = self.folder / member.file(name)
-            partial = target.with_name(f".{target.name}.tmp")
-            learner.send(name, functools.partial(_write, partial))
-            partial.replace(target)
+            with replacement(target) as partial:
+                learner.send(name, functools.partial(_write, partial))
         self.members.append(member)
         self._leaving, self.members = self.members[: -self.size], self.members[-self.size :]
         self._delete_others()
@@ -139,7 +138,6 @@ def _put_in_place(source: Path, target: Path) -> None:
         raise CheckpointError(f"{source} is missing")
     if target.exists() and target.samefile(source):
         return
-    partial = target.with_name(f".{target.name}.tmp")
-    partial.unlink(missing_ok=True)
-    link_or_copy(source, partial)
-    partial.replace(target)
+    with replacement(target) as partial:
+        partial.unlink()
+        link_or_copy(source, partial)

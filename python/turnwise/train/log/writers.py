@@ -18,7 +18,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.metrics import numbers_of
 from turnwise.train.log.prometheus import Prometheus
 from turnwise.train.log.weights_and_biases import WandB
-from turnwise.utils.files import parse_json_line, replace_text, replacing
+from turnwise.utils.files import open_to_append, parse_json_line, replace_text, replacing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -128,9 +128,9 @@ class TensorBoard:
 # -- Files of JSON lines, each with a step -----------------------------------------------------------------------------
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Append ``rows`` to ``path``, one line each. Values that JSON can't express become numbers or strings."""
-    with path.open("a", encoding="utf-8") as stream:
+    with open_to_append(path) as stream:
         for row in rows:
-            stream.write(json_line(row) + "\n")
+            stream.write(f"{json_line(row)}\n".encode())
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -63,8 +63,10 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             continue
         seen.add(path)
         try:
-            whole, generation = AutoConfig.from_pretrained(path), _generation_config(path)
-            loaded, rows = AutoTokenizer.from_pretrained(path), whole.get_text_config().vocab_size
+            whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            generation = _generation_config(path)
+            loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            rows = whole.get_text_config().vocab_size
             for mended in check_savable(whole, generation, loaded):
                 warnings.warn(f"config key {key!r} = {path!r}: {mended}", RuntimeWarning, stacklevel=2)
         except (OSError, ValueError) as error:
@@ -256,10 +258,12 @@ def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any
         return take_dtype(tiny()[1], kind)
     if empty:
         with _parameters_on_meta():
-            model = take_dtype(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=kind), kind)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False)
+            model = take_dtype(model, kind)
         model.generation_config = _generation_config(path) or model.generation_config
         return model
-    return AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=kind, trust_remote_code=False)
 
 
 def take_dtype(model: Any, kind: torch.dtype) -> Any:
