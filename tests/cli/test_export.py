@@ -229,7 +229,7 @@ def test_an_adapter_over_a_model_of_the_hub_is_pushed_alone(
     for source in ("AutoTokenizer", "AutoConfig", "GenerationConfig"):  # in the cache, say
         kind = getattr(__import__("transformers"), source)
         found = kind.from_pretrained(run[0] / "base")
-        monkeypatch.setattr(kind, "from_pretrained", lambda path, found=found: found)
+        monkeypatch.setattr(kind, "from_pretrained", lambda path, found=found, **_: found)
     earlier = folder / "export" / "step_00000002" / "policies" / "writer" / "merged"  # is not part of the adapter
     earlier.mkdir(parents=True)
     (earlier / "model.safetensors").touch()
