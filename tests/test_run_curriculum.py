@@ -114,7 +114,7 @@ def test_pools_of_shipped_tasks_have_levels_and_never_a_held_out_question(tmp_pa
 
 
 def test_a_task_of_ones_own_lists_its_questions(tmp_path, monkeypatch):
-    (tmp_path / "my_sums.py").write_text(
+    (tmp_path / "sums_by_level.py").write_text(
         "from turnwise.tasks import OwnTask\n\n\n"
         "class Sums(OwnTask):\n"
         "    name = 'sums'\n"
@@ -128,7 +128,7 @@ def test_a_task_of_ones_own_lists_its_questions(tmp_path, monkeypatch):
         "        return {}\n"
     )
     monkeypatch.chdir(tmp_path)
-    task = task_of(TrainConfig(task="my_sums:Sums"))
+    task = task_of(TrainConfig(task="sums_by_level:Sums"))
     pool = task.question_pool(None)
     assert {request.artifact["question"] for request in pool} == set(task.draw("train", len(pool), 0))
     assert len(task.question_pool(5)) == 5 and {request.meta["level"] for request in pool} == {1}

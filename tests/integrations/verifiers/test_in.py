@@ -48,6 +48,22 @@ async def test_two_agents_rewards_and_tokens_are_those_of_the_traces():
     assert rollout.metrics["gateway/rewritten_rows/solver"] == 0.0
 
 
+@pytest.mark.parametrize("cut", [False, True])
+async def test_nothing_of_a_thought_reaches_an_environment_or_another_agent(cut):
+    said = ["It is 5.", "yes", "So 5."]
+    thoughts = [f"<think>It is 9. I say no, xylophone.{'' if cut else '</think>'}{text}" for text in said]
+    [[plain], _, _], [[thinking], _, _] = [
+        await played("team_env:load_env", script) for script in ([""] * 3 if cut else said, thoughts)
+    ]
+    assert thinking.rollout.rewards == plain.rollout.rewards
+    read, thought = (
+        [[message["content"] for message in step.prompt] for step in result.rollout.steps]
+        for result in (plain, thinking)
+    )
+    assert thought == read and "xylophone" not in str(thought)
+    assert [step.in_thought for step in thinking.rollout.steps] == [cut] * 3
+
+
 async def test_tools_of_a_server_are_called_and_their_results_are_prompt():
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
     results, [episode], arena = await played("tool_env:load_env", [call, "It is 5."])
