@@ -199,7 +199,7 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     """Train the run of ``config`` on one of the ranks after the first, until rank 0 is done."""
     _prepare_torch(config)
     task = task_of(config)
-    config, actors, tokenizer, _ = check_config(config, task, warm=False)
+    config, actors, tokenizer, _ = check_config(config, task, warm=False, note=lambda _: None)
     # All weights are rank 0's, so here they are not even read.
     models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
@@ -223,8 +223,12 @@ def build_run(
     # Check everything before loading a model.
     task = task_of(config)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
+    kept: list[str] = []
     config, actors, tokenizer, rows = check_config(
-        config, task, warm=bool(config.warm_start.steps) and warm and not resumes
+        config,
+        task,
+        warm=bool(config.warm_start.steps) and warm and not resumes,
+        note=kept.append if trains else None,
     )
     if mesh is not None and (problems := rank_problems(config, mesh.size(), task.episodes().values())):
         raise ConfigError("\n".join(problems))
@@ -234,6 +238,8 @@ def build_run(
             raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
+    for line in kept:
+        log.note(line)
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from turnwise.train.model.loading import (
     find_device,
     sharing,
 )
+from turnwise.train.resume import settings_to_resume
 from turnwise.train.update.sft_data import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
 from turnwise.types import (
@@ -57,15 +58,18 @@ TINY_CONTEXT = 2048
 
 
 def check_config(
-    config: TrainConfig, task: Task, *, warm: bool
+    config: TrainConfig, task: Task, *, warm: bool, note: Callable[[str], None] | None = None
 ) -> tuple[TrainConfig, list[Actor], Any, SFTRows | None]:
     """Return the config with a policy for every actor, the actors, the tokenizer, and the rows of a ``warm`` start.
 
-    The function writes nothing and reads no weights. Raises :class:`ConfigError` with a line for each problem.
+    The function writes nothing and reads no weights. If the run goes on from a checkpoint, ``note`` gets a line for each
+    setting that stays as it is there. Without ``note`` the config stays as it is. Raises :class:`ConfigError` with a line for each problem.
     """
     problems = Problems()
     tokenizer, rows = None, None
     resolved, actors = resolve_config(config, task, problems)
+    if note is not None:
+        resolved = go_on(resolved, problems, note)
     with problems.gathered():
         find_device(config.device)
     with problems.gathered():
@@ -121,6 +125,15 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     return resolved, actors
 
 
+def go_on(config: TrainConfig, problems: Problems, note: Callable[[str], None]) -> TrainConfig:
+    """Return the settings with which the run of the resolved ``config`` goes on from its checkpoint, if it has one."""
+    going_on = settings_to_resume(config)
+    problems.lines += going_on.refused
+    for line in going_on.kept:
+        note(line)
+    return going_on.config
+
+
 def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     """Describe a run of ``config`` as TOML, with its models and the policy of each actor.
 
@@ -138,12 +151,14 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     resolved, actors = resolve_config(config, task, problems)
     with problems.gathered():
         check_questions(resolved, task)
+    notes: list[str] = []
+    resolved = go_on(resolved, problems, notes.append)
     problems.lines += rank_problems(resolved, expected_ranks(resolved), task.episodes().values())
     problems.raise_any()
     with problems.gathered():
         models = [] if is_remote(config) else describe_models(resolved, partial(tiny_model, config, task))
     problems.raise_any()
-    lines = [f"# {line}\n" for line in models]
+    lines = [f"# {line}\n" for line in [*notes, *models]]
     lines += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
     lines += [f"# actor {name!r} is taught by policy {teacher!r}\n" for name, teacher in resolved.teachers().items()]
     for name, episode in episodes_of(config, task).items():

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key at a resume whose value is not that of the checkpoint. ``saved`` and ``run`` are the whole configs."""
+
+    key: str
+    before: Any
+    now: Any
+    saved: Any
+    run: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a change does at a resume, and why. Of what is ``kept`` the run goes on with the checkpoint's value."""
+
+    kind: Literal["applies", "kept", "refused"]
+    reason: str = ""
+
+
+APPLIES = Effect("applies")
+
+
+def kept(reason: str) -> Effect:
+    """Return the effect of a key that goes on with the checkpoint's value."""
+    return Effect("kept", reason)
+
+
+def refused(reason: str) -> Effect:
+    """Return the effect of a key that can't change at a resume."""
+    return Effect("refused", reason)
 
 
 class Section(BaseModel):
@@ -19,6 +53,10 @@ class Section(BaseModel):
         ser_json_inf_nan="constants",  # which dumps keep: the default would make them None
         use_attribute_docstrings=True,
     )
+
+    at_resume: ClassVar[Mapping[str, Effect | Callable[[Change], Effect]]] = {}
+    """What a change of a key does at a resume, by the key's name, where it does not just apply. ``"*"`` is the rule of
+    the keys without one. For a table of sections the rule decides about new and missing names."""
 
     @field_validator("*", mode="before")
     @classmethod

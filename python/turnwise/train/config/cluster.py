@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.train.config.base import Section
+from turnwise.train.config.base import Section, refused
 
 
 class RoleConfig(Section):
@@ -126,6 +126,8 @@ class TinkerConfig(Section):
     patience: float = Field(default=60.0, gt=0)
     """Seconds that the server may be unreachable before the run ends."""
 
+    at_resume = {"base_model": refused("the checkpoint has adapters of it. Choose another run_dir to start anew")}
+
 
 class LearnerConfig(Section):
     """The learner, which has and trains the weights of the policies."""
@@ -133,3 +135,5 @@ class LearnerConfig(Section):
     type: Literal["local", "tinker"] = "local"
     """``local`` trains here, or in shards over the processes of torchrun; ``tinker`` lets a server train."""
     tinker: TinkerConfig = TinkerConfig()
+
+    at_resume = {"type": refused("the checkpoint is of the other kind. Choose another run_dir to start anew")}

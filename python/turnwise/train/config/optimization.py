@@ -6,8 +6,16 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from turnwise.train.config.base import Section
+from turnwise.train.config.base import APPLIES, Change, Effect, Section, refused
 from turnwise.train.config.policies import OptimizerConfig
+
+
+def _other_coefficient(change: Change) -> Effect:
+    """Refuse a KL term for whole models whose reference the checkpoint doesn't have."""
+    needing = [name for name, policy in change.run.policies.items() if policy.trainable and policy.lora is None]
+    if not change.before and needing:
+        return refused(f"the checkpoint has no reference of policy {needing[0]!r}. Choose another run_dir to start anew")
+    return APPLIES
 
 
 class KLConfig(Section):
@@ -27,6 +35,8 @@ class KLConfig(Section):
     """Samples over which the coefficient grows by ``clip(kl / target - 1, ±0.2)``."""
     refresh_every: int | None = Field(default=None, ge=1)
     """Steps of a policy after which its reference takes its weights; by default the reference never changes."""
+
+    at_resume = {"coef": _other_coefficient}
 
 
 class CorrectionConfig(Section):
@@ -93,6 +103,8 @@ class LossConfig(Section):
     """A trained critic; by default there is none."""
     baseline: Literal["credit", "optimal_token"] = "credit"
     """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
+
+    at_resume = {"critic": refused("critics train from the start of a run. Choose another run_dir to start anew")}
 
     @model_validator(mode="after")
     def _check_max_length(self) -> Self:

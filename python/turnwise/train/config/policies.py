@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.train.config.base import Section, Share
+from turnwise.train.config.base import APPLIES, Change, Effect, Section, Share, kept, refused
 from turnwise.utils.files import PathText
+
+
+_OTHER_RUN = "Choose another run_dir to start anew"
+
+
+def _other_weights(change: Change) -> Effect:
+    """Keep the path of a model whose weights are in the checkpoint, unless its folder has moved."""
+    if change.before and change.now and not Path(change.before).is_dir() and Path(change.now).is_dir():
+        return APPLIES
+    return kept(f"not {change.now or 'unset'}: its weights are in the checkpoint. {_OTHER_RUN} from other weights")
 
 
 class LoraConfig(Section):
@@ -22,6 +33,8 @@ class LoraConfig(Section):
     """Dropout on the adapter's input in updates; needs the policy's ``dropout = true``."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules that get an adapter: every linear layer but the head and a mixture's experts, or a list of names."""
+
+    at_resume = dict.fromkeys(("rank", "target_modules"), refused(f"its matrices have this shape. {_OTHER_RUN}"))
 
 
 class OptimizerConfig(Section):
@@ -62,6 +75,13 @@ class PolicyConfig(Section):
     """Reference of the KL term, a folder or Hub name; by default the weights at the start, for an adapter the base."""
     optimizer: dict[str, Any] = Field(default_factory=dict)
     """Keys of the optimizer in ``[update]`` with other values for this policy, such as ``lr``."""
+
+    at_resume = {
+        "path": _other_weights,
+        "reference": _other_weights,
+        "trainable": refused(f"a checkpoint has optimizers of the policies that trained alone. {_OTHER_RUN}"),
+        "lora": refused(f"the checkpoint has weights of the other kind. {_OTHER_RUN}"),
+    }
 
 
 class ActorConfig(Section):
@@ -135,6 +155,8 @@ class WarmStartConfig(Section):
     """JSONL of ``{"messages": [...], "completion": "..."}``, or a run's ``rollouts.jsonl``; default: demonstrations."""
     min_reward: float | None = None
     """Least reward of a recorded step that becomes a row; needs ``data``."""
+
+    at_resume = {"*": kept("as the warm start is over")}
 
     @model_validator(mode="after")
     def _check_measured(self) -> Self:

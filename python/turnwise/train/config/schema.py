@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from turnwise.train.config import nulls
-from turnwise.train.config.base import Section
+from turnwise.train.config.base import Section, kept, refused
 from turnwise.train.config.cluster import ClusterConfig, LearnerConfig, ShardingConfig
 from turnwise.train.config.optimization import DistillConfig, LossConfig, UpdateConfig
 from turnwise.train.config.policies import (
@@ -73,6 +73,8 @@ class HealthConfig(Section):
     """Steps over which a signal is judged."""
     signals: dict[str, SignalConfig] = Field(default_factory=dict)
     """The watched signals, by their names in ``turnwise.train.health.signals.SIGNALS``."""
+
+    at_resume = dict.fromkeys(("start_questions", "start_samples"), kept("as the start was checked"))
 
 
 class EvalConfig(Section):
@@ -202,6 +204,11 @@ class TrainConfig(Section):
     sharding: ShardingConfig = ShardingConfig()
     cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
+
+    at_resume = {
+        "seed": refused("generators go on as the checkpoint has them. Choose another run_dir for another seed"),
+        "policies": refused("the checkpoint has other policies. Choose another run_dir to start anew"),
+    }
 
     def teachers(self) -> dict[str, str]:
         """Return the teacher of each actor that has one."""
