@@ -43,7 +43,9 @@ ELSEWHERE = ("cluster.", "learner.", "rollout.server.", "rollout.vllm.", "shardi
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = {key: merged(below[key], value) for key, value in above.items() if isinstance(below.get(key), dict) and value}
+    both = {
+        key: merged(below[key], value) for key, value in above.items() if isinstance(below.get(key), dict) and value
+    }
     return {**below, **above, **both}
 
 
@@ -193,7 +195,9 @@ BASES = {"plain": (), "rich": (ADAPTERS, KL, RAE, {"loop": {"max_staleness": 1},
 
 
 def test_the_walk_knows_all_keys():
-    assert len(KEYS) > 150 and {"loss.kl.coef", "policies.default.lora.rank", "cluster.faults.dead_after"} <= KEYS.keys()
+    assert (
+        len(KEYS) > 150 and {"loss.kl.coef", "policies.default.lora.rank", "cluster.faults.dead_after"} <= KEYS.keys()
+    )
 
 
 @pytest.mark.slow

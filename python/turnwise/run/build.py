@@ -32,7 +32,7 @@ from turnwise.run.clients import build_client
 from turnwise.run.models import check_critic, check_routing
 from turnwise.run.parts import build_callbacks, build_curriculum
 from turnwise.run.policy_sharing import own_bases
-from turnwise.run.ranks import rank_problems, shard
+from turnwise.run.ranks import shard
 from turnwise.run.start import run_warm_start, starting_questions
 from turnwise.run.tinker import build_remote, export_adapters, is_remote
 from turnwise.run.workers.attach import attach_workers
@@ -230,8 +230,6 @@ def build_run(
         warm=bool(config.warm_start.steps) and warm and not resumes,
         note=kept.append if trains else None,
     )
-    if mesh is not None and (problems := rank_problems(config, mesh.size(), task.episodes().values())):
-        raise ConfigError("\n".join(problems))
     if trains:
         check_questions(config, task)
         if config.steps and not any(policy.trainable for policy in config.policies.values()):

@@ -219,7 +219,8 @@ class Trainer:
             self.log.note(self.lock.note)
         keep_their_rows(self)
         saved_arena = resume_run(self)
-        replace_text(self.config.run_dir / CONFIG_FILE, to_toml(self.config.model_copy(update={"run_dir": self._run_dir})))
+        written = self.config.model_copy(update={"run_dir": self._run_dir})
+        replace_text(self.config.run_dir / CONFIG_FILE, to_toml(written))
         await self.sync_weights()
         self._saved_at = time.monotonic()
         for name, callback in self.callbacks.items():

@@ -15,6 +15,7 @@ from turnwise.train.config.base import APPLIES, Change, Effect, Section
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, leaves, parse_settings, same, to_toml
 
+_ANEW = "Choose another run_dir to start anew"
 _UNSAID = ("run_dir",)
 """Keys that say where a run is, and not how it goes."""
 
@@ -51,13 +52,14 @@ def resumed(config: TrainConfig, saved: str | None) -> Resumed:
     applied: list[str] = []
     for change, effect in _effects(before, now):
         if effect.kind == "refused":
-            done.refused.append(f"config key {change.key!r} = {_shown(change.now)}: {_from(change)}: {effect.reason}")
+            was = f"it was {_shown(change.before)}: {effect.reason}. {_ANEW}"
+            done.refused.append(f"config key {change.key!r} = {_shown(change.now)}: {was}")
         elif effect.kind == "kept":
             done.config = _with(done.config, change.key.split("."), change.before)
-            done.kept.append(f"kept from the checkpoint: {change.key} = {_shown(change.before)}, {effect.reason}")
+            why = f"{effect.reason}. {_ANEW}"
+            done.kept.append(f"kept from the checkpoint: {change.key} = {_shown(change.before)}, {why}")
         else:
-            restarts = f" ({effect.reason})" if effect.reason else ""
-            applied += [f"{key} {one} -> {other}{restarts}" for key, one, other in _leaves_of(change)]
+            applied += [f"{key} {one} -> {other}" for key, one, other in _leaves_of(change)]
     if applied:
         done.changed = [f"settings changed since then: {', '.join(applied)}", *_falling_rates(before, config)]
     return done
@@ -108,10 +110,6 @@ def _leaves_of(change: Change) -> list[tuple[str, Any, Any]]:
 
 def _shown(value: Any) -> str:
     return "unset" if value is None else "set" if isinstance(value, Section) else str(_plain(value))
-
-
-def _from(change: Change) -> str:
-    return f"it was {_shown(change.before)}"
 
 
 def _with(config: Any, keys: list[str], value: Any) -> Any:

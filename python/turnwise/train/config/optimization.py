@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from turnwise.train.config.base import APPLIES, Change, Effect, Section, refused
+from turnwise.train.config.base import APPLIES, Change, Effect, Effects, RunFacts, Section, problem, refused
 from turnwise.train.config.policies import OptimizerConfig
 
 
 def _other_coefficient(change: Change) -> Effect:
     """Refuse a KL term for whole models whose reference the checkpoint doesn't have."""
-    needing = [name for name, policy in change.run.policies.items() if policy.trainable and policy.lora is None]
-    if not change.before and needing:
-        return refused(f"the checkpoint has no reference of policy {needing[0]!r}. Choose another run_dir to start anew")
-    return APPLIES
+    whole = [name for name, policy in change.run.policies.items() if policy.trainable and policy.lora is None]
+    if change.before or not whole:
+        return APPLIES
+    return refused(f"the checkpoint has no reference of policy {whole[0]!r}")
 
 
 class KLConfig(Section):
@@ -36,7 +37,25 @@ class KLConfig(Section):
     refresh_every: int | None = Field(default=None, ge=1)
     """Steps of a policy after which its reference takes its weights; by default the reference never changes."""
 
-    at_resume = {"coef": _other_coefficient}
+    at_resume: ClassVar[Effects] = {"coef": _other_coefficient}
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.target is not None and not self.coef:
+            yield problem(f"{key}.target", "needs loss.kl.coef > 0, the coefficient that it starts from")
+        if self.refresh_every is None:
+            return
+        moving = f"{key}.refresh_every"
+        if not self.coef:
+            yield problem(moving, "needs loss.kl.coef > 0, without which there is no reference")
+        for name, policy in run.config.policies.items():
+            if policy.trainable and policy.lora is not None:
+                yield problem(
+                    moving,
+                    f"the reference of the adapter 'policies.{name}' is its base without it, which has no weights of "
+                    "its own: expected no lora",
+                )
+            elif policy.trainable and policy.reference is not None:
+                yield problem(moving, f"expected no policies.{name}.reference, as its reference takes its weights")
 
 
 class CorrectionConfig(Section):
@@ -48,6 +67,14 @@ class CorrectionConfig(Section):
     """Largest weight; larger ones are truncated."""
     bounds: tuple[float, float] | None = None
     """Smallest and largest weight of samples that train; others are rejected."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if run.config.update.old_logprobs != "recompute":
+            yield problem(
+                key,
+                "the weights compare the trainer's log-probs with the sampler's, so they need update.old_logprobs = "
+                "'recompute'",
+            )
 
 
 class MasksConfig(Section):
@@ -62,6 +89,13 @@ class MasksConfig(Section):
     top_entropy: float | None = Field(default=None, gt=0, le=1)
     """Share of a minibatch's tokens that train: those with the largest entropies."""
 
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.rejection and run.config.update.old_logprobs != "recompute":
+            yield problem(
+                f"{key}.rejection",
+                "it compares the trainer's log-probs with the sampler's, so it needs update.old_logprobs = 'recompute'",
+            )
+
 
 class CriticConfig(Section):
     """A value head for each policy that trains: advantages per token by GAE of the rewards that credit gives."""
@@ -70,6 +104,10 @@ class CriticConfig(Section):
     """Peak learning rate of the value heads."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 1 has no bias, less has less variance."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if run.ranks > 1:
+            yield problem(key, f"a value head trains in one process, not in {run.ranks}: expected no setting here")
 
 
 class LossConfig(Section):
@@ -104,7 +142,14 @@ class LossConfig(Section):
     baseline: Literal["credit", "optimal_token"] = "credit"
     """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
 
-    at_resume = {"critic": refused("critics train from the start of a run. Choose another run_dir to start anew")}
+    at_resume: ClassVar[Effects] = {"critic": refused("critics train from the start of a run")}
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.entropy_target is not None and self.entropy_coef < 0:
+            yield problem(f"{key}.entropy_target", "needs loss.entropy_coef >= 0, from which it starts")
+        if self.baseline != "credit" and self.critic is not None:
+            why = "expected 'credit' with loss.critic, whose values are the baseline"
+            yield problem(f"{key}.baseline", why, self.baseline)
 
     @model_validator(mode="after")
     def _check_max_length(self) -> Self:
@@ -124,6 +169,31 @@ class DistillConfig(Section):
     """Text in the teacher's prompt alone: ``best``, a better answer of the group, or ``episode``, ``Episode.hint``."""
     top_k: int = Field(default=0, ge=0)
     """Teacher's likeliest tokens at each position whose forward KL is in the loss; 0 takes samples' reverse KL."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        teachers, rollout, rounds = run.config.teachers(), run.config.rollout, run.config.filter.dynamic_sampling_rounds
+        if not teachers:
+            for name, value in self.model_dump(exclude_defaults=True).items():
+                yield problem(f"{key}.{name}", "has no effect without a teacher: expected actors.<name>.teacher", value)
+            return
+        if rollout.client == "vllm" and rollout.temperature != 1 and not self.top_k:
+            yield problem(
+                "rollout.temperature",
+                f"expected 1 with actors.{next(iter(teachers))}.teacher, as vLLM scores tokens at temperature 1",
+                rollout.temperature,
+            )
+        if self.top_k and self.hint != "none":
+            why = "the loss reads the actor's own prompts: expected 0 with distill.hint"
+            yield problem(f"{key}.top_k", why, self.top_k)
+        if self.top_k and run.config.learner.type == "tinker":
+            why = "expected 0 with learner.type = 'tinker', whose losses have no such term"
+            yield problem(f"{key}.top_k", why, self.top_k)
+        if rounds and not self.reward:
+            yield problem(
+                "filter.dynamic_sampling_rounds",
+                "expected 0, or distill.reward = true: a taught actor learns from every question",
+                rounds,
+            )
 
 
 class UpdateConfig(OptimizerConfig):
