@@ -83,9 +83,9 @@ $(VENV)/.builders: $(VENV)/.python constraints.txt
 	@$(INSTALL) $(BUILDERS)
 	@touch $@
 
-# The requirements of the package and of one extra, one a line: extras that only tests need are not waited for by a demo.
+# The requirements of the package and of extras, one a line: what only tests need is not waited for by a demo.
 REQUIREMENTS = $(BIN)/python -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-  print(*p["dependencies"], *p["optional-dependencies"][sys.argv[1]], sep="\n")'
+  print(*p["dependencies"], *(line for extra in sys.argv[1:] for line in p["optional-dependencies"][extra]), sep="\n")'
 
 # uv, for the environments of other projects.
 $(VENV)/.uv: $(VENV)/.python constraints.txt
@@ -94,8 +94,8 @@ $(VENV)/.uv: $(VENV)/.python constraints.txt
 
 $(VENV)/.dependencies: $(VENV)/.builders constraints.txt pyproject.toml
 	@echo "Installing the pinned dependencies into $(VENV), and building turnwise: minutes the first time, seconds after that."
-	@mkdir -p build && $(REQUIREMENTS) plot >build/requirements.txt
-	@$(INSTALL) -r build/requirements.txt
+	@mkdir -p build && $(REQUIREMENTS) >build/requirements.txt
+	@$(INSTALL) -r build/requirements.txt matplotlib
 	@touch $@
 
 $(VENV)/.wheel: $(VENV)/.builders $(PACKAGE)
@@ -122,7 +122,7 @@ $(VENV)/.test: $(VENV)/.installed constraints.txt pyproject.toml
 
 # Other trainers, arenas and environments, and ways to copy state, which the parity tests and the benches call.
 $(VENV)/.peers: $(VENV)/.test $(VENV)/.uv
-	@for extra in $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/requirements.txt
+	@$(REQUIREMENTS) $(PEER_EXTRAS) >build/requirements.txt
 	@$(call INTO,$(VENV)) -c constraints.txt -r build/requirements.txt $(PEERS)
 	@$(call INTO,$(VENV)) -c constraints.txt --no-deps $(PEERS_ALONE)
 	@touch $@
@@ -317,13 +317,13 @@ format: $(VENV)/.tools  ## rewrite the files in the house style
 PYTHONS := 3.11 3.12 3.13 3.14
 RESOLVE = .ci/resolve $(BIN)/uv
 resolve: $(VENV)/.uv  ## check that the pins of every environment fit together, on each Python, with the index's wheels alone
-	@mkdir -p build && $(REQUIREMENTS) plot >build/resolve.txt && $(REQUIREMENTS) test >build/resolve-test.txt
-	@for extra in plot test $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/resolve-peers.txt
+	@mkdir -p build && $(REQUIREMENTS) >build/resolve.txt && $(REQUIREMENTS) test >build/resolve-test.txt
+	@$(REQUIREMENTS) test $(PEER_EXTRAS) >build/resolve-peers.txt
 	@for extra in verl verifiers gateway; do $(REQUIREMENTS) $$extra >build/resolve-$$extra.txt; done
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j4 $(PYTHONS:%=resolve-%)
 
 resolve-%:
-	@$(RESOLVE) $* "make demo" constraints.txt -r build/resolve.txt $(BUILDERS)
+	@$(RESOLVE) $* "make demo" constraints.txt -r build/resolve.txt matplotlib $(BUILDERS)
 	@$(RESOLVE) $* "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) uv
 	@$(RESOLVE) $* "make test-all" constraints.txt -r build/resolve-peers.txt $(PEERS)
 	@$(RESOLVE) $* "make model" constraints.txt gguf accelerate
