@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from turnwise.arena import Arena, Distillation, Filters, OverlongPenalty
 from turnwise.arena.task_labels import SUCCESS, TASK
@@ -376,8 +376,7 @@ def arena_for_client(
         arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
     arena.marks_observations = config.loss.observations > 0
     if isinstance(task, SeveralTasks):
-        balance: Literal["rows", "tokens"] = "rows" if config.loss.aggregation.startswith("seq-") else "tokens"
-        arena.labels = replace(task.labels(), balance=balance if config.loss.by_task else None)
+        arena.labels = task.labels()
         arena.teams = task.teams(actors)
         mixes = {name: one.reward.of_mix() for name, (one, _) in parts_of(config, task).items()}
         arena.rewards_by_type = {kind: mixes[name] for kind, name in task.part_of_type().items()}

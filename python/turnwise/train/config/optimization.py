@@ -135,8 +135,6 @@ class LossConfig(Section):
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
     masks: MasksConfig = MasksConfig()
-    by_task: bool = False
-    """Weigh each of ``[tasks.<name>]`` in the loss by its weight, not by its part of the sampled tokens."""
     critic: CriticConfig | None = None
     """A trained critic; by default there is none."""
     baseline: Literal["credit", "optimal_token"] = "credit"

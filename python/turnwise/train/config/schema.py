@@ -263,8 +263,6 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"tasks.{name}.reward.overlong_buffer: has no effect, set reward.overlong_buffer for all"
                 )
-        if self.loss.by_task and not self.tasks:
-            raise ValueError("loss.by_task = true: has no effect without [tasks.<name>]")
         return self
 
     @model_validator(mode="before")
