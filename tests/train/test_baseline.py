@@ -13,6 +13,7 @@ from turnwise.samples.pack import group_index, pack, select
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.baseline import subtract_optimal_baseline
@@ -76,9 +77,9 @@ def test_the_sums_of_squares_are_those_of_whole_softmaxes(small_model, tree_batc
     share = forward.trie_share
     for micro in micro_batches(batch, np.arange(len(batch)), 40, trie_share=share):
         with torch.no_grad():
-            logprobs, squares = forward.with_squares(micro)
+            read = forward.read(micro, Needs(squares=True))
         row_of = np.searchsorted(batch.cu_seqlens, micro.token_N.numpy(), side="right") - 1
-        for row, token, own, square in zip(row_of, micro.token_N, logprobs, squares, strict=True):
+        for row, token, own, square in zip(row_of, micro.token_N, read.logprobs_N, read.squares_N, strict=True):
             at = int(token) - int(batch.cu_seqlens[row]) - 1
             wanted = [column[at] for column in whole_softmax(model, batch, row)]
             assert [float(own), float(square)] == pytest.approx([float(x) for x in wanted], rel=1e-9)
@@ -97,13 +98,13 @@ def test_under_a_grammar_the_squares_are_those_of_the_allowed_tokens(small_model
     )
     policy = double_policy(small_model)
     with torch.no_grad():
-        logprobs, squares = policy.forward.with_squares(micro)
+        read = policy.read(micro, Needs(squares=True))
         logits = policy.model.lm_head(policy.model.model(micro.token_ids_T[None, : micro.lengths[0]]).last_hidden_state)
     own = micro.row_N == 0
     logits = logits[0][micro.source_N[own]].masked_fill(~allowed[own, : logits.shape[-1]], -torch.inf)
     logs = torch.log_softmax(logits, -1)
-    torch.testing.assert_close(squares[own], logs.exp().square().sum(-1), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(logprobs[own], logs.gather(1, micro.targets_N[own][:, None])[:, 0])
+    torch.testing.assert_close(read.squares_N[own], logs.exp().square().sum(-1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(read.logprobs_N[own], logs.gather(1, micro.targets_N[own][:, None])[:, 0])
 
 
 def definition(model, batch, rows):

@@ -16,6 +16,7 @@ from turnwise.inference.common.hf_model import limit_head, recompute_layers, rec
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.head import ENTROPIES, LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, explain_out_of_memory, micro_batches, smallest
 from turnwise.train.model.support import causal_lm, drops_out, linear_bytes_per_token
 from turnwise.train.model.weights import MasterWeights, bit_sums, count_not_finite, named_parameters, named_weights
@@ -128,19 +129,22 @@ class Policy:
         self.critic, self.critic_lr = head, lr
         self.build_optimizer()
 
-    def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
-        """Return log-probs ``[N]`` of the packed completion tokens, of ``log_softmax(logits / temperature)``.
+    def read(self, micro: MicroBatch, needs: Needs = LOGPROBS) -> Read:
+        """Return what is needed of each packed completion token (:class:`~turnwise.train.model.head.Read`)."""
+        read: Read = self.forward.read(micro, needs)
+        return read._replace(reference_N=self.reference_logprobs(micro)) if needs.reference else read
 
-        With ``entropy`` return a pair: the log-probs, and the entropies ``[N]`` of the distributions. Both are float32
-        (float64 from a float64 model), with gradients.
-        """
-        logprobs_N, entropies_N = self.forward(micro, entropy=entropy)
-        return (logprobs_N, entropies_N) if entropy else logprobs_N
+    def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
+        """Return log-probs ``[N]``; with ``entropy`` a pair of them and the entropies ``[N]``."""
+        read = self.read(micro, ENTROPIES if entropy else LOGPROBS)
+        return (read.logprobs_N, read.entropies_N) if entropy else read.logprobs_N
 
     @torch.no_grad()
     def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         """Return log-probs ``[N]`` under the reference, with its own experts; ``None`` if the policy has none."""
-        return None if self.reference_forward is None else self.reference_forward(micro.without_experts())[0]
+        return (
+            None if self.reference_forward is None else self.reference_forward.read(micro.without_experts()).logprobs_N
+        )
 
     @torch.no_grad()
     def refresh_reference(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import optimal_token_baseline
+from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy
 from turnwise.types import TrainingBatch
@@ -34,7 +35,8 @@ def subtract_optimal_baseline(
         raise ValueError("batch.group_index=None: expected the groups of a credit rule with loss.baseline")
 
     def read(micro: MicroBatch) -> Tensor:
-        return torch.stack(policy.forward.with_squares(micro), dim=-1)
+        read = policy.read(micro, Needs(squares=True))
+        return torch.stack([read.logprobs_N, read.squares_N], dim=-1)
 
     policy.model.eval()
     stream = policy.over_stream(len(batch.token_ids), policy.cut(batch, rows, max_tokens), read)

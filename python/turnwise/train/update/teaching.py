@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy
 
@@ -37,10 +38,13 @@ class Teaching:
             own_N = torch.isin(micro.actor_ids_B, micro.actor_ids_B.new_tensor(pupils))[micro.row_N] & free_N
             if own_N.any() or policy.ranks.size > 1:  # the ranks of a sharded teacher make each pass together
                 teacher.model.eval()
-                ids, logprobs = teacher.forward.top(micro, self.top_k, policy.forward.rows)
-                ids_Nk[own_N], top_Nk[own_N] = ids[own_N], logprobs[own_N].to(top_Nk.dtype)
+                likely = Needs(logprobs=False, top_k=self.top_k, rows=policy.forward.rows)
+                with torch.no_grad():
+                    read = teacher.read(micro.without_experts(), likely)
+                ids_Nk[own_N], top_Nk[own_N] = read.top_ids_Nk[own_N], read.top_Nk[own_N].to(top_Nk.dtype)
                 taught_N |= own_N
-        logprobs_N, entropies_N, others_Nk = policy.forward.with_others(micro, ids_Nk)
+        read = policy.read(micro, Needs(entropy=True, others_Nk=ids_Nk))
+        logprobs_N, entropies_N, others_Nk = read.logprobs_N, read.entropies_N, read.others_Nk
         return logprobs_N, entropies_N, torch.where(taught_N, forward_kl(top_Nk, others_Nk), 0.0)
 
 
