@@ -14,7 +14,7 @@ from turnwise.train.model.forward import Forward
 from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import pack, pad
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.teaching import Teaching, forward_kl
+from turnwise.train.terms.teaching import Teaching, forward_kl, teach
 from turnwise.train.update.update import update_policy
 
 
@@ -78,7 +78,7 @@ def test_the_gradient_is_that_of_the_kl(random_batch, small_model, budget):
     batch.advantages[:] = 0
     policy = Policy("default", model, UpdateConfig(), total_steps=1)
     big = Policy("big", teacher, UpdateConfig(), total_steps=1, trainable=False)
-    policy.teaching = Teaching({"second": big}, top_k=4, coef=0.7)
+    teach(policy, Teaching({"second": big}, top_k=4, coef=0.7))
     micro = pack(batch, np.arange(6))
     with torch.no_grad():
         batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro).numpy()
@@ -109,7 +109,7 @@ def test_a_teacher_trains_where_its_pupil_does(small_model):
     one, two, big, other = policy("one"), policy("two"), policy("big", False), policy("other", False)
     policies = {"one": one, "two": two, "big": big, "other": other}
     assert weight_groups(policies) == [["one", "big", "other"], ["two"]]
-    two.teaching = Teaching({"second": big}, top_k=4, coef=1.0)
+    teach(two, Teaching({"second": big}, top_k=4, coef=1.0))
     assert weight_groups(policies) == [["one", "other"], ["two", "big"]]
-    one.teaching = Teaching({"first": big}, top_k=4, coef=1.0)
+    teach(one, Teaching({"first": big}, top_k=4, coef=1.0))
     assert [sorted(group) for group in weight_groups(policies)] == [["big", "one", "other", "two"]]

@@ -23,8 +23,8 @@ from turnwise.train.config.toml import (
     set_value,
     split_key,
 )
-from turnwise.train.update.loss import check_loss
-from turnwise.train.update.loss_types import find_loss
+from turnwise.train.terms.loss_types import find_loss
+from turnwise.train.terms.registry import loss_problems
 from turnwise.types import TaskCapabilities, capabilities_of
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
@@ -108,30 +108,9 @@ def contradictions(config: TrainConfig) -> list[str]:
         if policy.trainable and policy.dtype == "float16"
     ]
     # Losses and the warm start.
-    correction, update = config.loss.importance_correction, config.update
-    if correction is not None and update.old_logprobs != "recompute":
-        problems.append(
-            "config key 'loss.importance_correction': the weights compare the trainer's log-probs with the "
-            "sampler's, so they need update.old_logprobs = 'recompute'"
-        )
-    if config.loss.masks.rejection and update.old_logprobs != "recompute":
-        problems.append(
-            "config key 'loss.masks.rejection': it compares the trainer's log-probs with the sampler's, so it needs "
-            "update.old_logprobs = 'recompute'"
-        )
     if config.warm_start.min_reward is not None and config.warm_start.data is None:
         problems.append("config key 'warm_start.min_reward': needs warm_start.data, recorded episodes to choose from")
-    if config.loss.kl.target is not None and not config.loss.kl.coef:
-        problems.append("config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from")
-    if config.loss.entropy_target is not None and config.loss.entropy_coef < 0:
-        problems.append("config key 'loss.entropy_target': needs loss.entropy_coef >= 0, from which it starts")
-    if config.loss.baseline != "credit" and config.loss.critic is not None:
-        problems.append(
-            f"config key 'loss.baseline' = {config.loss.baseline!r}: expected 'credit' with loss.critic, whose values "
-            "are the baseline"
-        )
-    problems += _refresh_problems(config)
-    problems += check_loss(config.loss)
+    problems += loss_problems(config)
     # Checkpoints and the loop.
     if config.checkpoint.keep_best and not config.eval.every:
         problems.append("config key 'checkpoint.keep_best' = True: needs eval.every > 0, as validation finds the best")
@@ -144,25 +123,6 @@ def contradictions(config: TrainConfig) -> list[str]:
             "config key 'loop.deterministic' = True: vLLM's batches depend on the clock, so log-probs differ in their "
             "last bits; use rollout.client = 'transformers'"
         )
-    return problems
-
-
-def _refresh_problems(config: TrainConfig) -> list[str]:
-    """Return the problems of ``loss.kl.refresh_every`` with other keys."""
-    if config.loss.kl.refresh_every is None:
-        return []
-    key = "config key 'loss.kl.refresh_every'"
-    problems = [] if config.loss.kl.coef else [f"{key}: needs loss.kl.coef > 0, without which there is no reference"]
-    for name, policy in config.policies.items():
-        if not policy.trainable:
-            continue
-        if policy.lora is not None:
-            problems.append(
-                f"{key}: the reference of the adapter 'policies.{name}' is its base without it, which has no weights "
-                "of its own: expected no lora"
-            )
-        elif policy.reference is not None:
-            problems.append(f"{key}: expected no policies.{name}.reference, as its reference takes its weights")
     return problems
 
 

@@ -66,7 +66,7 @@ class LossConfig(Section):
     """The policy loss, its aggregation, KL term, entropy bonus, importance weights and masks."""
 
     type: str = "clip-higher"
-    """Name in ``turnwise.train.update.loss_types``, or ``module:Class``."""
+    """Name in ``turnwise.train.terms.loss_types``, or ``module:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the loss's class, such as ``{low = 0.2, high = 0.28}``."""
     aggregation: Literal[
