@@ -63,7 +63,8 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.run_folder import RunLock, check_records
-from turnwise.train.update.teaching import Teaching
+from turnwise.train.terms.registry import columns_of
+from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import run_in_program
@@ -303,7 +304,7 @@ def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], con
     for actor, teacher in config.teachers().items() if config.distill.top_k else ():
         by_policy.setdefault(policy_of[actor], {})[actor] = policies[teacher]
     for name, teachers in by_policy.items():
-        policies[name].teaching = Teaching(teachers, config.distill.top_k, config.distill.coef)
+        teach(policies[name], Teaching(teachers, config.distill.top_k, config.distill.coef))
 
 
 def _prepare_torch(config: TrainConfig) -> None:
@@ -374,7 +375,7 @@ def arena_for_client(
     if teachers := config.teachers():
         settings = config.distill.model_dump(exclude={"top_k"})
         arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
-    arena.marks_observations = config.loss.observations > 0
+    arena.marks_observations = "observation_mask" in columns_of(config.loss)
     if isinstance(task, SeveralTasks):
         arena.labels = task.labels()
         arena.teams = task.teams(actors)

@@ -12,7 +12,7 @@ The synchronous and the asynchronous loop are the same: with ``loop.max_stalenes
 batches ahead of the update.
 
 Other modules run the episodes (``turnwise.arena``), compute advantages (``turnwise.credit``), hold and update the
-models (``train.learner``, with ``train.update`` and ``train.model``), define the checkpoint format
+models (``train.learner``, with ``train.update``, ``train.terms`` and ``train.model``), define the checkpoint format
 (``train.checkpoint``), and build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is
 the same loop without this class.
 """
@@ -55,7 +55,7 @@ from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
 from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
-from turnwise.train.update.kl import KLPenalty
+from turnwise.train.terms.kl import KLPenalty
 from turnwise.train.validate import check_contradictions
 from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text

@@ -23,8 +23,8 @@ from turnwise.train.config.toml import (
     set_value,
     split_key,
 )
-from turnwise.train.update.loss import check_loss
-from turnwise.train.update.loss_types import find_loss
+from turnwise.train.terms.loss_types import find_loss
+from turnwise.train.terms.registry import loss_problems
 from turnwise.types import TaskCapabilities, capabilities_of
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
@@ -100,7 +100,7 @@ def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
     grammars = any(getattr(episode, "samples_under_grammars", False) for episode in episodes)
     run = RunFacts(config=config, ranks=ranks, grammars=grammars)
-    return [*problems, *conflicts_of(run), *check_loss(config.loss)]
+    return [*problems, *conflicts_of(run), *loss_problems(run)]
 
 
 # -- Expected values of keys -------------------------------------------------------------------------------------------

@@ -39,24 +39,6 @@ class KLConfig(Section):
 
     at_resume: ClassVar[Effects] = {"coef": _other_coefficient}
 
-    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if self.target is not None and not self.coef:
-            yield problem(f"{key}.target", "needs loss.kl.coef > 0, the coefficient that it starts from")
-        if self.refresh_every is None:
-            return
-        moving = f"{key}.refresh_every"
-        if not self.coef:
-            yield problem(moving, "needs loss.kl.coef > 0, without which there is no reference")
-        for name, policy in run.config.policies.items():
-            if policy.trainable and policy.lora is not None:
-                yield problem(
-                    moving,
-                    f"the reference of the adapter 'policies.{name}' is its base without it, which has no weights of "
-                    "its own: expected no lora",
-                )
-            elif policy.trainable and policy.reference is not None:
-                yield problem(moving, f"expected no policies.{name}.reference, as its reference takes its weights")
-
 
 class CorrectionConfig(Section):
     """Truncated importance weights against a mismatch of sampler and trainer: ``turnwise.ops.ImportanceCorrection``."""
@@ -67,14 +49,6 @@ class CorrectionConfig(Section):
     """Largest weight; larger ones are truncated."""
     bounds: tuple[float, float] | None = None
     """Smallest and largest weight of samples that train; others are rejected."""
-
-    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if run.config.update.old_logprobs != "recompute":
-            yield problem(
-                key,
-                "the weights compare the trainer's log-probs with the sampler's, so they need update.old_logprobs = "
-                "'recompute'",
-            )
 
 
 class MasksConfig(Section):
@@ -89,13 +63,6 @@ class MasksConfig(Section):
     top_entropy: float | None = Field(default=None, gt=0, le=1)
     """Share of a minibatch's tokens that train: those with the largest entropies."""
 
-    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if self.rejection and run.config.update.old_logprobs != "recompute":
-            yield problem(
-                f"{key}.rejection",
-                "it compares the trainer's log-probs with the sampler's, so it needs update.old_logprobs = 'recompute'",
-            )
-
 
 class CriticConfig(Section):
     """A value head for each policy that trains: advantages per token by GAE of the rewards that credit gives."""
@@ -105,16 +72,12 @@ class CriticConfig(Section):
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 1 has no bias, less has less variance."""
 
-    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if run.ranks > 1:
-            yield problem(key, f"a value head trains in one process, not in {run.ranks}: expected no setting here")
-
 
 class LossConfig(Section):
     """The policy loss, its aggregation, KL term, entropy bonus, importance weights and masks."""
 
     type: str = "clip-higher"
-    """Name in ``turnwise.train.update.loss_types``, or ``module:Class``."""
+    """Name in ``turnwise.train.terms.loss_types``, or ``module:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the loss's class, such as ``{low = 0.2, high = 0.28}``."""
     aggregation: Literal[
@@ -141,13 +104,6 @@ class LossConfig(Section):
     """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
 
     at_resume: ClassVar[Effects] = {"critic": refused("critics train from the start of a run")}
-
-    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if self.entropy_target is not None and self.entropy_coef < 0:
-            yield problem(f"{key}.entropy_target", "needs loss.entropy_coef >= 0, from which it starts")
-        if self.baseline != "credit" and self.critic is not None:
-            why = "expected 'credit' with loss.critic, whose values are the baseline"
-            yield problem(f"{key}.baseline", why, self.baseline)
 
     @model_validator(mode="after")
     def _check_max_length(self) -> Self:
