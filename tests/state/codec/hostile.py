@@ -16,6 +16,7 @@ import fractions
 import hashlib
 import itertools
 import json
+import pickle
 import random
 import re
 import resource
@@ -34,7 +35,7 @@ import torch
 
 from turnwise.arena.recording.lossless_json import decode, encode
 from turnwise.state import CheckpointError, OpaqueError, Store, files, load
-from turnwise.state.codec import CodecError, Names, Reader
+from turnwise.state.codec import CodecError, Names, Reader, Writer
 
 POINTER = base64.b64encode((0x4141414141414141).to_bytes(8, "little")).decode()
 EIGHT = base64.b64encode(bytes(8)).decode()
@@ -334,7 +335,11 @@ def leaves() -> dict[str, Any]:
     """A value of each kind that any file may hold."""
     zone = datetime.timezone(datetime.timedelta(hours=2), "X")
     shared = [1, {"a": 2}]
-    torch_part = {"tensor": torch.arange(3.0), "flags": torch.tensor([True]), "torch": torch.Generator()}
+    torch_part = {
+        "tensor": [torch.arange(3.0), torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.complex64)],
+        "flags": torch.tensor([True]),
+        "torch": torch.Generator(),
+    }
     return torch_part | {
         "texts": ["", "abc", "\u00e9\U0001f600"],
         "numbers": [1, -(2**70), 2.5, float("inf"), 1j, decimal.Decimal("1.50"), fractions.Fraction(1, 3)],
@@ -352,6 +357,8 @@ def leaves() -> dict[str, Any]:
         "arrays": [
             *(np.arange(6.0).reshape(2, 3), np.asfortranarray(np.ones((2, 3), "i2")), np.array(["a", "bcd"])),
             *(np.zeros(2, [("a", "<i4"), ("b", "?", (2,))]), np.array([True, False]), np.array(["2020"], "M8[D]")),
+            *(np.array([1, None, "a"], object), np.array(["1", "2"], ">U1"), np.ones(1, "<f2"), np.ones(1, "c16")),
+            np.array([5], "m8[25s]"),
         ],
         "scalars": [np.float32(1.5), np.str_("a"), np.bool_(True), np.dtype("f8"), np.int8],
         "generators": [
@@ -434,20 +441,25 @@ def flip(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
+TOUCHES: list[Any] = [
+    *(repr, str, hash, len, bool, copy.copy, lambda item: item == item, lambda item: pickle.dumps(item)),
+    *(lambda item: item.tolist(), lambda item: item + item, lambda item: item.astype(str), lambda item: item.copy()),
+    *(lambda item: np.sort(item), lambda item: item.nonzero(), lambda item: item.clone(), lambda item: item[0]),
+    *(lambda item: item.ctime(), lambda item: item.isoformat(), lambda item: item.strftime("%A %B %S")),
+    *(lambda item: [item.random() for _ in range(700)], lambda item: item.integers(10), lambda item: item.normal()),
+    *(lambda item: item.normalvariate(0, 1), lambda item: torch.rand(700, generator=item)),
+    lambda item: [int(item), float(item), complex(item)] if not isinstance(item, decimal.Decimal) else None,
+    lambda item: Writer(lose=True).write(item),
+]
+"""What a program may do with a value. Each harm that was found came with one of these."""
+
+
 def use(value: Any) -> None:
     """Touch what was read, as harm may come late. Any error is fine."""
     for item in itertools.islice(_below(value), 500):
-        with contextlib.suppress(Exception):
-            if isinstance(item, np.ndarray) and item.size < 1000:
-                repr(item.tolist())
-            elif isinstance(item, torch.Tensor):
-                item.nonzero()
-            elif isinstance(item, torch.Generator):
-                torch.rand(2000, generator=item)
-            elif hasattr(item, "random"):
-                [item.random() for _ in range(1000)]
-            else:
-                repr(item)[:10]
+        for touch in TOUCHES:
+            with contextlib.suppress(Exception):
+                touch(item)
 
 
 def _below(value: Any) -> Iterator[Any]:
