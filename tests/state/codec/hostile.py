@@ -338,6 +338,7 @@ def leaves() -> dict[str, Any]:
     torch_part = {
         "tensor": [torch.arange(3.0), torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.complex64)],
         "flags": torch.tensor([True]),
+        "objects": np.array([1, None, "a"], object),
         "torch": torch.Generator(),
     }
     return torch_part | {
@@ -357,7 +358,7 @@ def leaves() -> dict[str, Any]:
         "arrays": [
             *(np.arange(6.0).reshape(2, 3), np.asfortranarray(np.ones((2, 3), "i2")), np.array(["a", "bcd"])),
             *(np.zeros(2, [("a", "<i4"), ("b", "?", (2,))]), np.array([True, False]), np.array(["2020"], "M8[D]")),
-            *(np.array([1, None, "a"], object), np.array(["1", "2"], ">U1"), np.ones(1, "<f2"), np.ones(1, "c16")),
+            *(np.array(["1", "2"], ">U1"), np.ones(1, "<f2"), np.ones(1, "c16")),
             np.array([5], "m8[25s]"),
         ],
         "scalars": [np.float32(1.5), np.str_("a"), np.bool_(True), np.dtype("f8"), np.int8],
@@ -519,6 +520,6 @@ def fuzz(kind: str, seed: int, rounds: int) -> None:
 
 
 def _state_leaves() -> dict[str, Any]:
-    """The values without tensors, for which a store needs a policy."""
+    """The values without tensors and arrays of objects, which a store does not take."""
     values = leaves()
-    return {name: value for name, value in values.items() if name not in ("tensor", "flags")}
+    return {name: value for name, value in values.items() if name not in ("tensor", "flags", "objects")}
