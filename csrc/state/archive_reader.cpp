@@ -196,7 +196,12 @@ struct Items {
 
 class Reader {
   public:
-    Reader(const uint8_t* bytes, size_t size, LeafReader& leaves) : at_(bytes), end_(bytes + size), leaves_(leaves), index_steps_(kIndexSteps + kIndexStepsPerByte * size), checker_(size) {}
+    Reader(const uint8_t* bytes, size_t size, LeafReader& leaves)
+        : at_(bytes),
+          end_(bytes + size),
+          leaves_(leaves),
+          index_steps_(kIndexSteps + kIndexStepsPerByte * size),
+          checker_(size) {}
     ~Reader() {
         for (Node* node : nodes_) Node::drop(node);
     }
@@ -540,7 +545,7 @@ class Reader {
     const uint8_t* at_;   // the next byte
     const uint8_t* end_;  // the end of the archive
     LeafReader& leaves_;
-    size_t index_steps_;  // buckets and probes that indices of dicts may still take
+    size_t index_steps_;       // buckets and probes that indices of dicts may still take
     uint64_t leaf_count_ = 0;  // leaves that were used so far
     uint64_t values_ = 0;      // items of all chunks of values so far
     std::tuple<ReadBlocks<Values>, ReadBlocks<Entries>, ReadBlocks<Tokens>, ReadBlocks<Heap::Table>> blocks_;

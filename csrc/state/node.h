@@ -157,7 +157,7 @@ struct DictNode : Node {
         return static_cast<size_t>((static_cast<uint64_t>(hash) * 0x9E3779B97F4A7C15u) >> 20) & mask;
     }
     void rebuild();
-    size_t reindex(size_t most = SIZE_MAX);  // returns its steps; with more than `most` it stops
+    size_t reindex(size_t most = SIZE_MAX);           // returns its steps; with more than `most` it stops
     size_t put_in_index(int64_t hash, size_t place);  // returns its steps
     size_t bucket_of(int64_t hash, size_t place) const noexcept;
 };

@@ -94,7 +94,13 @@ def test_nonsense_with_right_checksums_is_refused(tmp_path: Path, whole: bytes) 
         (b'"versions":3', b'"versions":-1', b'"versions":1000000000000', b'"versions":2'),
         (b'"names":["one"', b'"names":["two"'),
         (b'"frozen":[0]', b'"frozen":{"a":[]}', b'"frozen":[]', b'"frozen":[0,9]', b'"frozen":[true]'),
-        (b'"commits":[[1,0]]', b'"commits":[[1,7]]', b'"commits":[[1,2]]', b'"commits":[[1,"x"]]', b'"commits":[[1,0],[2305843009213693952,0]]'),
+        (
+            b'"commits":[[1,0]]',
+            b'"commits":[[1,7]]',
+            b'"commits":[[1,2]]',
+            b'"commits":[[1,"x"]]',
+            b'"commits":[[1,0],[2305843009213693952,0]]',
+        ),
         (b",72]", b",720]", b",-72]", b",71]", b"]"),
         (b'"arrays":"frozen"', b'"arrays":"molten"'),
     ]:
