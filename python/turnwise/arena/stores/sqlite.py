@@ -426,14 +426,14 @@ def _own_schema() -> set[tuple[str, ...]]:
 
 def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Artifact, AttemptStats]:
     place, digest, id, data, source, parents, meta, run, weight, *known = row
-    good = all(isinstance(value, kind) for value, kind in zip(row, _COLUMNS, strict=False))
-    if not (good and 0 <= weight < math.inf):
-        raise ValueError(f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: a value is of another type")
     if digest != _digest(id, data, source, parents, meta, run):
         raise ValueError(
             f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: its checksum does not fit. Take an older "
             f"copy of the file, or give the artifact up: DELETE FROM artifacts WHERE place = {place}"
         )
+    good = all(isinstance(value, kind) for value, kind in zip(row, _COLUMNS, strict=False))
+    if not (good and 0 <= weight < math.inf):
+        raise ValueError(f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: a value is of another type")
     try:
         made = (_unpacked(each, allow_pickle) for each in (data, meta))
         ids = json.loads(parents)
@@ -447,11 +447,12 @@ def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Art
     return artifact, AttemptStats(*known[:5])
 
 
-def _digest(*fields: str | bytes | None) -> bytes:
+def _digest(*fields: Any) -> bytes:
     """Return the checksum of an artifact's row without its revisions. It is compared before reading them."""
     digest = hashlib.blake2b(digest_size=16)
     for each in fields:
-        raw = each.encode(errors="surrogateescape") if isinstance(each, str) else each or b""
+        text = "" if each is None else str(each)  # a number where the file was changed
+        raw = each if isinstance(each, bytes) else text.encode(errors="surrogateescape")
         digest.update(f"{type(each).__name__} {len(raw)} ".encode() + raw)
     return digest.digest()
 
