@@ -237,7 +237,7 @@ def test_as_text():
 def test_a_header_that_says_more_than_there_is_allocates_nothing(old, new):
     content = base64.b64decode(experts_to_text(np.zeros((2, 3, 2), np.uint8)))
     assert old in content
-    with pytest.raises(ValueError, match="it is (no|an) array"):
+    with pytest.raises(ValueError, match=r"it is (no|an) array"):
         experts_from_text(base64.b64encode(content.replace(old, new)).decode())
 
 

@@ -1,8 +1,8 @@
 """Does jobs inside limits. ``limited.py`` starts it as a script, and it imports nothing of turnwise.
 
-It reads Python's path, then requests ``(job, text, content, limits)``, each ``marshal`` behind its length, from a parent
-that it trusts. An answer is its length, one byte (0 text, 1 error, 2 limit) and a text. The kernel ends the process
-at the limit of CPU time, also inside of one long call.
+It reads Python's path, then requests ``(job, text, content, limits)``, each ``marshal`` behind its length. It trusts
+its parent. An answer is its length, one byte (0 text, 1 error, 2 limit) and a text. The kernel ends
+the process at the limit of CPU time, also inside of one long call.
 """
 
 from __future__ import annotations
