@@ -16,6 +16,7 @@ from turnwise.arena.runtime import private_text
 from turnwise.chat.calls.families import READERS
 from turnwise.chat.calls.reading import json_at
 from turnwise.chat.formats import EXAMPLE_TOOL
+from turnwise.chat.messages import results_in_order
 from turnwise.chat.thoughts import find_thoughts, spoken
 from turnwise.tasks.code_duel.scoring import parse_program
 from turnwise.tasks.gsm8k.reader import extract_answer
@@ -34,6 +35,13 @@ def calls(family: str, text: str) -> None:
 
 def hidden(text: str) -> None:
     private_text.hidden_parts(f"{text} b", f"{text[: len(text) // 2]} c")
+
+
+def results(text: str) -> None:
+    """A chat with a call and a result for each character."""
+    ids = [f"call_{place}" for place in range(len(text))]
+    chat = [{"role": "assistant", "content": "", "tool_calls": [{"id": name} for name in ids]}]
+    assert results_in_order([*chat, *({"role": "tool", "tool_call_id": name, "content": ""} for name in ids)])
 
 
 CALL = "<tool_call>\n<function=look>\n<parameter=at>x</parameter>\n</function>\n</tool_call>"
@@ -71,6 +79,7 @@ CASES: dict[str, tuple[Callable[[str], Any], int, tuple[str, ...]]] = {
         100_000,
         (" ",),
     ),
+    "results": (results, 100_000, ("x",)),
     "hidden words": (hidden, 200_000, ("a ", "a b ")),
     "hidden tags": (private_text._parts_of, 200_000, ("<a>", "[a]", "<aa>b", "a!")),
     "a statement": (lambda text: private_text.is_stated(text, "one two three"), 200_000, ("\n", "one two\n")),
