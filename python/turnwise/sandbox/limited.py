@@ -19,12 +19,15 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 _WALL_SECONDS = 60.0
 _LENGTH = struct.Struct("<Q")
 _LIMIT = 2
+_ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "PYTHONHOME")
+"""Variables that the process gets: none with a key."""
 
 
 class LimitError(ValueError):
@@ -49,13 +52,15 @@ class LimitedProcess:
 
     def ask(self, job: str, text: str, content: bytes, limits: Limits) -> tuple[bool, str]:
         """Return True and the job's text, or False and its error. Raises :class:`LimitError` with the limit."""
-        request = marshal.dumps((job, text, content, tuple(limits)))
+        messages = [marshal.dumps((job, text, content, tuple(limits)))]
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self.stop()
                 self._process = self._started()
+                path = [str(Path(part).absolute()) for part in sys.path if isinstance(part, str)]
+                messages.insert(0, marshal.dumps(path))
             try:
-                kind, content = self._exchange(self._process, request)
+                kind, content = self._exchange(self._process, messages)
             except BaseException:
                 self.stop()  # half of an answer may be under way
                 raise
@@ -79,28 +84,29 @@ class LimitedProcess:
         self._process, self._lock = None, threading.Lock()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8", str(Path(__file__).with_name("limited_child.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             bufsize=0,
-            env={name: os.environ[name] for name in ("TZ",) if name in os.environ},
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             cwd="/",
             start_new_session=True,
         )
-        _send(process, marshal.dumps([str(Path(path).absolute()) for path in sys.path if isinstance(path, str)]))
-        return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], request: bytes) -> tuple[int, bytes]:
+    def _exchange(self, process: subprocess.Popen[bytes], messages: Sequence[bytes]) -> tuple[int, bytes]:
         try:
-            _send(process, request)
+            for message in messages:
+                _send(process, message)
             answer = _received(process, time.monotonic() + _WALL_SECONDS)
         except (EOFError, BrokenPipeError):
             status = process.wait()
             if status == -signal.SIGPROF:
                 raise LimitError("takes more CPU time than its length justifies") from None
-            raise LimitError(f"ended its process (status {status})") from None
+            assert process.stderr is not None
+            said = os.read(process.stderr.fileno(), 1 << 16).decode("utf-8", "replace").strip().rpartition("\n")[2]
+            raise LimitError(f"ended its process (status {status}{said and f': {said:.200}'})") from None
         return answer[0], answer[1:]
 
 
@@ -128,7 +134,7 @@ def _received(process: subprocess.Popen[bytes], deadline: float) -> bytes:
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
-    for stream in (process.stdin, process.stdout):
+    for stream in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
             assert stream is not None
             stream.close()
