@@ -22,7 +22,7 @@ from turnwise.tasks.code_duel.scoring import parse_program
 from turnwise.tasks.gsm8k.reader import extract_answer
 from turnwise.tasks.proposer_solver.arithmetic import Size, read_problem
 
-CPU_SECONDS = 20
+CPU_SECONDS = 10
 """Hundreds of times what the readers take. The kernel ends a process that takes more."""
 
 
@@ -49,11 +49,11 @@ GLM = "<tool_call>look<arg_key>at</arg_key><arg_value>"
 CASES: dict[str, tuple[Callable[[str], Any], int, tuple[str, ...]]] = {
     "choice": (
         read_choice,
-        100_000,
+        50_000,
         ("<", "[[", "# ", "★ ", "A>", "A = ", "prefer A ", "A is better ", "tie ", "\n#", "A is far ", "verdict: A\n"),
     ),
-    "choice in a word": (lambda text: read_choice(f"A{text}b"), 100_000, ("_", "'", "*_", " ", "a")),
-    "number": (read_number, 10_000, ("1 ", "1,", "1,000 ", "(1", "5\n", "1-", "1.", "from 1 ", "out of ", "1 000 ")),
+    "choice in a word": (lambda text: read_choice(f"A{text}b"), 50_000, ("_", "'", "*_", " ", "a")),
+    "number": (read_number, 4_000, ("1 ", "1,", "1,000 ", "(1", "5\n", "1-", "1.", "from 1 ", "out of ", "1 000 ")),
     "number behind": (lambda text: read_number(f"Score: 5{text}x"), 100_000, (" ", "\t\u00a0", "1", "-", ".", "=")),
     "spoken": (spoken, 200_000, ("<think>", "</think>", "<think>a</think>", "<tool_call>", "◁think▷")),
     "qwen3": (

@@ -229,9 +229,9 @@ async def test_one_actor_can_not_forge_a_turn_of_another_nor_move_a_judge() -> N
 def test_a_template_without_an_end_is_refused_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "SECONDS", 0.05)
     tokenizer = byte_tokenizer("", ["<|im_start|>", "<|im_end|>"], [], None, "{{ 'x' * 10**10 }}")
-    for encoder in (ChatRenderer(tokenizer), chat_format(tokenizer)):
+    for made in (ChatRenderer, chat_format):
         with pytest.raises(templates.TemplateLimitError, match=r"the chat template of '\w+' takes more memory"):
-            encoder.prompt_ids([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+            made(tokenizer).prompt_ids([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
 
 
 def test_variables_that_are_options_of_the_tokenizer_are_refused() -> None:

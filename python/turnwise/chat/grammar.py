@@ -27,7 +27,7 @@ from turnwise.types import AllowedTokens, DeadEndError, Grammar
 
 MAX_SCHEMA = 1 << 16
 """Characters of a schema."""
-COMPILER = {"verbose_errors": False, "max_lexer_states": 50_000}
+COMPILER: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
 """The compiler's own limits. They don't bound how it joins regular expressions, as in ``allOf``."""
 CHECK = Limits(seconds=2.0, memory=512 << 20, output=1 << 20)
 """Limits of a first compilation, in another process. What fits there is compiled here, too."""

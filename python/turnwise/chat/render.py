@@ -379,8 +379,8 @@ def _template_text(
 
     Returns ``None`` for other tokenizers, and for those with an ``apply_chat_template`` of their own, which is code.
     """
-    apply = getattr(tokenizer, "apply_chat_template", None)
-    base = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerBase", None)
+    apply: Any = getattr(tokenizer, "apply_chat_template", None)
+    base: Any = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerBase", None)
     if base is None or getattr(apply, "__func__", None) is not base.apply_chat_template:
         return None
     tools = options.get("tools")
