@@ -452,6 +452,15 @@ def test_docker_is_asked_for_its_limits_the_image_and_to_remove_the_container(tm
         Container.of({"image": "node:22", "without": ["memory"]})
 
 
+def test_docker_that_does_not_answer_fails_no_episode(tmp_path, monkeypatch):
+    (tmp_path / "docker").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("turnwise.integrations.gateway.process.container.CHECK_SECONDS", 0.1)
+    with pytest.warns(UserWarning, match="docker doesn't answer: container name may be left behind"):
+        Container("docker", image="node:22").remove("name")
+
+
 @needs_bubblewrap
 def test_a_host_that_gives_less_is_refused_unless_a_key_allows_it(tmp_path, monkeypatch):
     ways = [("missing", []), ("namespace", ["user", "processes"])]

@@ -299,8 +299,12 @@ class Container:
 
     def remove(self, name: str) -> None:
         """Kill what outlived its client; it is no descendant of the supervisor. Bubblewrap leaves nothing."""
-        if self.image:
+        if not self.image:
+            return
+        try:
             subprocess.run([self.tool, "rm", "--force", name], capture_output=True, timeout=CHECK_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            warnings.warn(f"{self.tool} doesn't answer: container {name} may be left behind until its end", stacklevel=2)
 
 
 _ENTRIES = {"passwd": f"agent:x:{{user}}:{{user}}::{FOLDER}:/bin/sh", "group": "agent:x:{user}:"}

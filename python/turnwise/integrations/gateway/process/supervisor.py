@@ -7,12 +7,12 @@ it kills every descendant at once: none of them changes a file that the command 
 it sends SIGTERM to the command's process group, and SIGKILL after the grace. It exits with the command's code, or 128
 plus the number of the signal that killed it.
 
-``OPTIONS`` is JSON. ``grace`` is in seconds. The command is killed after ``seconds``: a container of docker or podman may
-outlive a trainer that was killed. ``control`` is a file with a key: the command finds the number of a pipe that holds it
-in ``TURNWISE_CONTROL``, and the file is gone. Inside a container, ``forward`` has a port and the Unix socket to which its
-clients are connected, and ``lock`` what the command gives up: ``limits`` by their name in :mod:`resource`, ``user`` and
-``filter`` (see ``turnwise.sandbox.surface``). Outside of it, ``watch`` has the bytes of memory and disk and the number of
-files that end the command, and its ``folder``.
+``OPTIONS`` is JSON. ``grace`` is in seconds. ``seconds`` kill the command, as a container of docker or podman may
+outlive a trainer that was killed. ``control`` is a file with a key: the command finds the number of a pipe that holds
+it in ``TURNWISE_CONTROL``, and the file is gone. Inside a container, ``forward`` has a port and the Unix socket to
+which its clients are connected, and ``lock`` what the command gives up: ``limits`` by their name in :mod:`resource`,
+``user`` and ``filter`` (see ``turnwise.sandbox.surface``). Outside of it, ``watch`` has the bytes of memory and disk
+and the number of files that end the command, and its ``folder``.
 """
 
 import contextlib
