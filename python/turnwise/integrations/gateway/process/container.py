@@ -304,7 +304,7 @@ class Container:
         try:
             subprocess.run([self.tool, "rm", "--force", name], capture_output=True, timeout=CHECK_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            warnings.warn(f"{self.tool} doesn't answer: container {name} may be left behind until its end", stacklevel=2)
+            warnings.warn(f"{self.tool} doesn't answer: container {name} may be left behind", stacklevel=2)
 
 
 _ENTRIES = {"passwd": f"agent:x:{{user}}:{{user}}::{FOLDER}:/bin/sh", "group": "agent:x:{user}:"}
