@@ -51,11 +51,12 @@ def main() -> None:
 
 def lock_in(job: dict) -> None:
     """Permanently give up files, processes, memory and time beyond the limits, and all but a few system calls."""
-    for name, limit in job["limits"].items():
+    for name, (soft, most) in job["limits"].items():
         number = getattr(resource, name, None)
         if number is not None:
-            hard = resource.getrlimit(number)[1]
-            resource.setrlimit(number, limit if hard == resource.RLIM_INFINITY else [min(part, hard) for part in limit])
+            _, hard = resource.getrlimit(number)
+            given = (soft, most) if hard == resource.RLIM_INFINITY else (min(soft, hard), min(most, hard))
+            resource.setrlimit(number, given)
     if job["filter"] is None:
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -314,11 +314,12 @@ class Folder:
     """An open folder, below which no link leads elsewhere. It is made readable if its owner made it unreadable."""
 
     def __init__(self, name: str, above: "Folder | None" = None) -> None:
-        within = None if above is None else above.number
+        within: int | None = None if above is None else above.number
+        self.number: int
         try:
             self.number = os.open(name, FOLDER, dir_fd=within)
         except PermissionError:
-            bare = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
+            bare = os.open(name, getattr(os, "O_PATH", 0) | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
             try:
                 os.chmod(f"/proc/self/fd/{bare}", 0o700)
                 self.number = os.open(f"/proc/self/fd/{bare}", os.O_RDONLY | os.O_DIRECTORY)
