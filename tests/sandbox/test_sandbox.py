@@ -95,7 +95,7 @@ async def test_an_error_costs_its_own_call_alone():
         ("1 / 0", "ZeroDivisionError"),
         ("def g(x): return x", "KeyError: 'f'"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
-        ("\0", "SyntaxError"),
+        ("\0", "source code string cannot contain null bytes"),
         ("f = 3", "TypeError: 'int' object is not callable"),
         ("def f(x): return object()", "TypeError: returned a object"),
         ("def f(x): return float('nan')", "TypeError: returned a float"),

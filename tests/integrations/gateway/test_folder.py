@@ -40,6 +40,7 @@ def top(tmp_path):
     top.mkdir()
     yield top
     if top.exists():
+        subprocess.run(["chmod", "-R", "u+rwx", top], check=True)
         subprocess.run(["rm", "-rf", top], check=True)
 
 
