@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.ops import gae, value_loss
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch, pack
@@ -52,6 +53,11 @@ class Critic(Term):
 
     def is_on(self, config: LossConfig) -> bool:
         return config.critic is not None
+
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        if self.is_on(run.config.loss) and run.ranks > 1:
+            why = f"a value head trains in one process, not in {run.ranks}: expected no setting here"
+            yield problem("loss.critic", why)
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         if config.critic is not None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import PolicyLoss, policy_loss
+from turnwise.train.config.base import RunFacts
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Part, Term
@@ -162,10 +162,10 @@ def columns_of(config: LossConfig) -> set[str]:
     return {column for term in terms_on(config) for column in term.columns}
 
 
-def loss_problems(config: TrainConfig) -> list[str]:
+def loss_problems(run: RunFacts) -> list[str]:
     """Return the problems of the terms' settings, one line each. It tries the loss on two rows of two tokens."""
-    problems = [problem for term in Terms().all.values() for problem in term.problems(config)]
-    return problems + check_loss(config.loss)
+    problems = [line for term in Terms().all.values() for line in term.problems(run)]
+    return problems + check_loss(run.config.loss)
 
 
 def check_loss(config: LossConfig) -> list[str]:
