@@ -375,3 +375,35 @@ def test_aliases_and_cycles_are_kept(tmp_path):
     [artifact] = reopened(store)
     assert artifact.data["self"] is artifact.data and artifact.data["again"] is artifact.data["cells"]
     assert artifact.data["$x"] == (1, {2})
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER more AFTER INSERT ON artifacts BEGIN UPDATE artifacts SET id = 'mine'; END",
+        "ALTER TABLE known RENAME TO older; CREATE VIEW known AS WITH RECURSIVE n(i) AS "
+        "(SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS place, i AS revision FROM n",
+        "CREATE VIEW more AS SELECT 1",
+        "CREATE TABLE more (place CHECK (length(randomblob(1000000000)) > 0))",
+    ],
+)
+def test_a_store_that_someone_made_runs_nothing(tmp_path, statement):
+    """A trigger changed what was written, and a view in the place of a table never ended."""
+    path = tmp_path / "store.db"
+    ArtifactStore("puzzles", path=path).close()
+    with sqlite3.connect(path) as database:
+        database.executescript(statement)
+    database.close()
+    with pytest.raises(ValueError, match="which no store has: drop it"):
+        ArtifactStore("puzzles", path=path)
+
+
+def test_a_new_store_is_its_owners(tmp_path):
+    before = os.umask(0)
+    try:
+        store = ArtifactStore("puzzles", path=tmp_path / "store.db")
+        store.add(1)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    store.close()

@@ -23,6 +23,7 @@ from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import read_lines
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
 from turnwise.utils.code_files import import_recorded
+from turnwise.utils.files import damage_named
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
 
@@ -102,10 +103,11 @@ def compare_credit(
     # Credit every step, because rules may have a state; keep the chosen ones.
     comparison = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
-    for number, results in recorded_steps(folder / "rollouts.jsonl"):
-        calls, exact = _compare_step(number, results, other, own)
-        if step is None or step == number:
-            _take_step(comparison, number, results, calls, exact, episodes.get(number, 0))
+    with damage_named(folder / "rollouts.jsonl"):
+        for number, results in recorded_steps(folder / "rollouts.jsonl"):
+            calls, exact = _compare_step(number, results, other, own)
+            if step is None or step == number:
+                _take_step(comparison, number, results, calls, exact, episodes.get(number, 0))
     if not comparison.calls:
         where = "no step" if step is None else f"step={step!r}: no step of this number"
         raise ValueError(f"{where} of {folder / 'rollouts.jsonl'} holds a call with an advantage")

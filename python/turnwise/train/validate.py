@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -96,11 +95,6 @@ def contradictions(config: TrainConfig) -> list[str]:
         except ValidationError as error:
             at = ("policies", name, "optimizer")
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
-    problems += [
-        f"config key 'policies.{name}': expected letters, digits, '_', '-' and '.', as files get this name"
-        for name in config.policies
-        if not re.fullmatch(r"\w[\w.-]*", name)
-    ]
     problems += [
         f"config key 'policies.{name}.dtype' = 'float16': gradients underflow in it; expected 'bfloat16' or 'float32' "
         "for a policy that trains"

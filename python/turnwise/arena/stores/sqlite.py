@@ -19,7 +19,7 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,18 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def _schema(database: sqlite3.Connection) -> set[tuple[str, str]]:
+    """Return the name and the statement of each table, index, view and trigger."""
+    found = database.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\'")
+    return {(name, " ".join(sql.split())) for name, sql in found}
+
+
+def _own_schema() -> set[tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(_TABLES)
+        return _schema(database)
+
+
 class SqliteStore:
     """One process's connection to the file at ``path``. It creates a missing file.
 
@@ -110,6 +122,9 @@ class SqliteStore:
         self._lock = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._explained():
+            # SQLite gives its other files the mode of this one. It may be there, or be made by another process now.
+            with suppress(OSError):
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             self._database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
             # Decode damaged text without an error, so that its checksum can report it.
             self._database.text_factory = lambda text: text.decode(errors="surrogateescape")
@@ -128,6 +143,10 @@ class SqliteStore:
             raise ValueError(f"path={str(self.path)!r}: a database of something else, no artifact store")
         if tables and format != FORMAT:
             raise ValueError(f"path={str(self.path)!r}: format {format}; this version reads format {FORMAT}")
+        # Someone else may have made the file: a trigger changes what is written, and a view may never end.
+        if tables and (others := _schema(self._database) - _own_schema()):
+            raise ValueError(f"path={str(self.path)!r}: holds {min(others)[0]!r}, which no store has: drop it")
+        run("PRAGMA trusted_schema = OFF")
         [[mode]] = run("PRAGMA journal_mode = WAL")
         # Without shared memory, SQLite has no write-ahead log. Then only full syncs keep the file whole.
         run(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
@@ -159,7 +178,7 @@ class SqliteStore:
         """Lock the file for writing. Raises ``OSError`` if another process writes and not all of them share."""
         if self._claim is not None:
             return
-        claim = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        claim = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(claim, (fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:

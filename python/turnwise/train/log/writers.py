@@ -18,7 +18,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.metrics import numbers_of
 from turnwise.train.log.prometheus import Prometheus
 from turnwise.train.log.weights_and_biases import WandB
-from turnwise.utils.files import open_to_append, parse_json_line, replace_text, replacing
+from turnwise.utils.files import bounded_lines, open_regular, open_to_append, parse_json_line, replace_text, replacing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -141,8 +141,8 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """
     if not path.exists():
         return
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
+    with open_regular(path) as stream:
+        for number, line in enumerate(bounded_lines(stream, path), 1):
             try:
                 yield line.rstrip(b"\n") + b"\n", parse_line(line, path, number)
             except ValueError:
