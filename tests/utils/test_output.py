@@ -219,7 +219,7 @@ def test_no_object_of_rich_controls_the_terminal(capsys):
     ):
         shown.print(each)
         text = capsys.readouterr().out
-        assert "\\x1b[2J" in text and not any(code in text for code in CONTROLS), each
+        assert "\\x1b" in text and not any(code in text for code in CONTROLS), each
 
 
 def test_warnings_hold_no_control_characters():

@@ -120,11 +120,13 @@ async def _replay(
         loop = asyncio.get_running_loop()
         assert isinstance(loop, DeadlockDetectingLoop)
         loop.on_idle = playback.idle
-        result = await replay_episode(arena, playback)
+        with damage_named(config.run_dir / "rollouts.jsonl"):  # an error of the episode is in its result
+            result = await replay_episode(arena, playback)
     if result is not None and playback.divergence is None and live is None:
         arena.shape_rewards([result])
         found = json.loads(json_line(plain_result(result)))
-        playback.divergence = first_difference(record.row, found, arena.tokenizer)
+        with damage_named(config.run_dir / "rollouts.jsonl"):
+            playback.divergence = first_difference(record.row, found, arena.tokenizer)
     waiting = [_shown(context, call, record) for context, call in playback.left]
     sampled = [] if live is None else live.said
     return Replayed(record, playback.played, result, playback.divergence, waiting, sampled)
