@@ -233,6 +233,27 @@ def test_warnings_hold_no_control_characters():
     assert warnings.formatwarning is before
 
 
+def test_log_lines_without_a_handler_hold_no_control_characters(capsys):
+    import logging
+
+    last = logging.lastResort
+    assert last is not None
+    with safe_output():
+        try:
+            raise KeyError("name")
+        except KeyError as error:
+            error.args = (Bare(),)
+            last.handle(logging.LogRecord("asyncio", logging.ERROR, "", 0, CODES, (), (KeyError, error, None)))
+    text = capsys.readouterr().err
+    assert text.count("\\x1b[2J") == 2 and not any(code in text for code in CONTROLS)
+    assert last.formatter is None
+
+
+class Bare:
+    def __repr__(self) -> str:
+        return CODES
+
+
 def test_what_shows_a_line_in_another_order_is_escaped(capsys):
     say("\u202ekcab\u2066")
     assert capsys.readouterr().out == "\\u202ekcab\\u2066\n"

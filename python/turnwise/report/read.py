@@ -18,6 +18,7 @@ from typing import Any
 from turnwise.report.cluster import lanes
 from turnwise.train.log.metrics import TIME
 from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.secrets import hide_in, secrets_in
 from turnwise.train.log.writers import parse_line
 from turnwise.utils.files import bounded_lines, damage_named, open_regular, read_regular, replace_text
 
@@ -69,7 +70,7 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
     calls = [step for top in episodes for part in walk(top) for step in part["steps"]]
     return {
         "name": folder.resolve().name,
-        "config": config,
+        "config": None if config is None else hide_in(config, [*secrets_in(settings), *secrets_in(config)]),
         "planned": settings.get("steps"),
         "curves": curves(rows, limits.points),
         "lanes": lanes(folder, rows, limits.points),

@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -118,7 +119,7 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(descriptor, "ab")
 
 
-def open_regular(path: str | PathLike[str], *, follow: bool = False) -> BinaryIO:
+def open_regular(path: str | PathLike[str], *, follow: bool = False) -> BufferedReader:
     """Open a file to read it. Raises ``OSError`` for a pipe, a device or a folder, and for a link unless ``follow``.
 
     All records in the folder of a run are opened here, as someone else may have made the folder: a link could lead to

@@ -9,6 +9,7 @@ A closed pipe or stream loses the text. Characters that the encoding lacks are e
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import warnings
@@ -125,7 +126,7 @@ def write_stderr(line: str) -> None:
 
 @contextmanager
 def safe_output(*, of_run: bool = False) -> Iterator[None]:
-    """Let ``sys.stdout`` and ``sys.stderr`` raise no errors in the block, and let warnings hold no control characters.
+    """Let ``sys.stdout`` and ``sys.stderr`` raise no errors in the block, and let warnings and log lines hold no control characters.
 
     During a run a loss is told once.
     """
@@ -133,6 +134,10 @@ def safe_output(*, of_run: bool = False) -> Iterator[None]:
     before = {name: getattr(sys, name) for name in STANDARD.values()}
     shown = warnings.formatwarning
     warnings.formatwarning = safe = _printable_warning(shown)
+    last = logging.lastResort  # prints what no handler takes, such as errors that asyncio finds
+    formatter = None if last is None else last.formatter
+    if last is not None:
+        last.setFormatter(_PrintableFormatter())
     made = {name: Output.over(stream) for name, stream in before.items()}
     for name, output in made.items():
         setattr(sys, name, output)
@@ -142,11 +147,18 @@ def safe_output(*, of_run: bool = False) -> Iterator[None]:
     finally:
         if warnings.formatwarning is safe:
             warnings.formatwarning = shown
+        if last is not None:
+            last.setFormatter(formatter)
         for name, output in made.items():
             output.flush()
             if getattr(sys, name) is output:  # user code may have set its own
                 setattr(sys, name, before[name])
         _runs -= of_run
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def _printable_warning(made: Callable[..., str]) -> Callable[..., str]:
