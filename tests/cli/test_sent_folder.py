@@ -4,6 +4,7 @@ nowhere else."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -107,6 +108,34 @@ def test_a_damaged_record_is_one_line_without_control_characters(field: str, sen
         shown = capsys.readouterr()
         assert "Traceback" not in shown.err, (command, shown.err)
         assert not any(char in shown.out + shown.err for char in CONTROLS), command
+
+
+FILES = {
+    "config.toml": ["credit = 5", "actors = 5\ncredit.rule = 'rae'", "loss.kl = 5\ncredit.rule = 'rae'", "steps = inf"],
+    "metrics.jsonl": ['{"step": 1, "episodes": 1e400}', '{"step": 3, "cluster/version_min/x": 1}'],
+    "warnings.jsonl": ['{"step": 1}', '{"step": 1, "warning": ["\\u001b[2J"]}'],
+    ".run.lock": ["[" * 4000, json.dumps({"pid": math.inf, "host": socket.gethostname(), "since": ESCAPES})],
+    "cluster/events.jsonl": [
+        '{"time": 1, "event": "died", "role": "../x", "detail": {"a": "\\u001b[2J"}}',
+        '{"time": 1, "event": "started", "role": "r-\\u00b2", "node": ["\\u001b[2J"], "pid": 1e400}',
+        '{"time": 1, "event": ["x"], "role": ["y"]}',
+    ],
+    "cluster/members.json": ["5", '{"workers": {"a": ["\\u001b[2J"]}}', '{"engines": {"a": 5}}', "[" * 100_000],
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_any_content_are_one_line_or_shown(name: str, sent: Path, capsys: Any) -> None:
+    path = sent / name
+    kept = path.read_text() if path.exists() else ""
+    path.parent.mkdir(exist_ok=True)
+    for text in FILES[name]:
+        path.write_text(f"{kept if name == 'metrics.jsonl' else ''}{text}\n")
+        for command in ("view", "status", "credit"):
+            cli.main([command, str(sent)])
+            shown = capsys.readouterr()
+            assert "Traceback" not in shown.err, (text, command, shown.err)
+            assert not any(char in shown.out + shown.err for char in CONTROLS), (text, command)
 
 
 def test_an_error_of_the_program_shows_no_control_characters_either(capsys: Any, monkeypatch: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from turnwise.utils.files import (
     make_private,
     open_regular,
     open_to_append,
+    parse_toml,
     read_json_lines,
     read_regular,
     replace_text,
@@ -195,3 +197,24 @@ def test_a_folder_is_its_owners_whatever_the_mask(tmp_path, mask):
         os.umask(before)
     assert (tmp_path / "runs" / "one").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755 & ~mask
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".".join(["a"] * 50_000) + " = 1",
+        "[" + ".".join(['"a b"'] * 50_000) + "]",
+        "x = {" + " . ".join(["a-b"] * 50_000) + " = 1}",
+        "a = " + "[" * 50_000,
+        "a = " + "{a = " * 5_000 + "1" + "}" * 5_000,
+    ],
+)
+def test_a_config_that_would_take_long_is_refused(text):
+    """A key of 50,000 parts took gigabytes."""
+    with pytest.raises(tomllib.TOMLDecodeError, match=r"more than 64 parts|nested too deeply"):
+        parse_toml(text)
+
+
+def test_long_texts_in_a_config_are_no_keys():
+    text = "One sentence. " * 200 + "3.14, 2.71; " * 200 + "w" * 1_000_000
+    assert parse_toml(f"policies.a.path = '{text}'")["policies"]["a"]["path"] == text

@@ -35,7 +35,9 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
             break
         try:
             event = parse_json_line(line)
-            events.append({**event, "time": float(event["time"]), "event": event["event"], "role": event["role"]})
+            texts = {name: str(event[name]) for name in ("event", "role")}
+            texts |= {name: str(event[name]) for name in ("node", "detail") if event.get(name)}
+            events.append({**event, **texts, "time": float(event["time"])})
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise ValueError(

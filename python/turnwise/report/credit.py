@@ -80,6 +80,11 @@ def compare_credit(
     run's options. Text values are parsed by the types of the rule's options (:func:`turnwise.utils.literals.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
+    with damage_named(folder):
+        return _compare_credit(folder, rule, options or {}, step)
+
+
+def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], step: int | None) -> Comparison:
     config = parse_config(read_config_text(folder / "config.toml"))
     own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
     if own_name == "task" or config.get("tasks"):  # no config names the one rule: a program, or each task, has its own
@@ -94,8 +99,7 @@ def compare_credit(
             import_recorded(module, config["code"][module])
     types = option_types(import_by_name(registry, name, "rule"))
     given = {
-        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
-        for key, value in (options or {}).items()
+        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value for key, value in options.items()
     }
     chosen = {**(own_options if name == own_name else {}), **given}
     other = build_rule(name, chosen, "rule", "options", methods=["compute"])
@@ -103,11 +107,10 @@ def compare_credit(
     # Credit every step, because rules may have a state; keep the chosen ones.
     comparison = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
-    with damage_named(folder / "rollouts.jsonl"):
-        for number, results in recorded_steps(folder / "rollouts.jsonl"):
-            calls, exact = _compare_step(number, results, other, own)
-            if step is None or step == number:
-                _take_step(comparison, number, results, calls, exact, episodes.get(number, 0))
+    for number, results in recorded_steps(folder / "rollouts.jsonl"):
+        calls, exact = _compare_step(number, results, other, own)
+        if step is None or step == number:
+            _take_step(comparison, number, results, calls, exact, episodes.get(number, 0))
     if not comparison.calls:
         where = "no step" if step is None else f"step={step!r}: no step of this number"
         raise ValueError(f"{where} of {folder / 'rollouts.jsonl'} holds a call with an advantage")

@@ -20,7 +20,7 @@ from turnwise.train.log.metrics import TIME
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.secrets import hide_in, secrets_in
 from turnwise.train.log.writers import parse_line
-from turnwise.utils.files import bounded_lines, damage_named, open_regular, read_regular, replace_text
+from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_regular, replace_text
 
 _EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
 
@@ -96,7 +96,7 @@ def read_config_text(file: Path) -> str | None:
 def parse_config(text: str | None) -> dict[str, Any]:
     """Parse a config; an unfinished file gives an empty dict."""
     try:
-        return tomllib.loads(text or "")
+        return parse_toml(text or "")
     except tomllib.TOMLDecodeError:
         return {}
 

@@ -207,7 +207,7 @@ def _roles(
         role.last_event, role.event_age, role.detail = event["event"], now - event["time"], event.get("detail") or None
     pools = [*members.get("engines", {}).values(), members.get("workers", {})]
     for name, address in ((name, address) for pool in pools for name, address in pool.items()):
-        roles.setdefault(name, ProcessStatus(name)).address = address
+        roles.setdefault(name, ProcessStatus(name)).address = str(address)
     for name, role in roles.items():
         log = folder / "logs" / f"{name}.log"
         role.log_age = _age(log, now)

@@ -6,9 +6,11 @@ import errno
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -30,6 +32,9 @@ KEY_VARIABLE = "TURNWISE_CLUSTER_KEY"
 
 MOST = 1 << 28
 """Most bytes of a line, or of a small file, that are read."""
+
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+"""A dotted key for which ``tomllib`` takes time and memory that grow with the square of its length."""
 
 AnyPath = TypeVar("AnyPath", str, Path)
 
@@ -227,6 +232,16 @@ def read_json_lines(path: str | PathLike[str]) -> Iterator[tuple[str, Any]]:
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
             yield place, value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the settings in ``text``. Raises ``tomllib.TOMLDecodeError``, also for what would take long to read."""
+    if _LONG_KEY.search(text):
+        raise tomllib.TOMLDecodeError("a key has more than 64 parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("nested too deeply") from None
 
 
 def parse_json_line(line: bytes) -> Any:

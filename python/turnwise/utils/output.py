@@ -126,7 +126,7 @@ def write_stderr(line: str) -> None:
 
 @contextmanager
 def safe_output(*, of_run: bool = False) -> Iterator[None]:
-    """Let ``sys.stdout`` and ``sys.stderr`` raise no errors in the block, and let warnings and log lines hold no control characters.
+    """Let ``sys.stdout`` and ``sys.stderr`` raise no errors in the block. Warnings and log lines are :func:`printable`.
 
     During a run a loss is told once.
     """

@@ -12,14 +12,13 @@ import importlib.util
 import inspect
 import itertools
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from turnwise.utils.code_files import file_of, search_working_folder
-from turnwise.utils.files import read_regular
+from turnwise.utils.files import parse_toml, read_regular
 from turnwise.utils.output import tell
 
 
@@ -136,7 +135,7 @@ def code_files(settings: Any) -> dict[str, str]:
 def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:
     """Call :func:`announce_code` on a run folder's config. A missing or broken one is ignored here."""
     with suppress(OSError, ValueError):
-        announce_code(tomllib.loads(read_regular(run_dir / "config.toml", follow=True).decode("utf-8")), what)
+        announce_code(parse_toml(read_regular(run_dir / "config.toml", follow=True).decode("utf-8")), what)
 
 
 def build_with_options(factory: Any, options: Mapping[str, Any], key: str) -> Any:

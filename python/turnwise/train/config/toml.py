@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from turnwise.train.config import nulls
 from turnwise.train.config.policies import OptimizerConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.utils.files import expanded, read_regular
+from turnwise.utils.files import expanded, parse_toml, read_regular
 from turnwise.utils.registry import code_files, did_you_mean
 
 EXTENDS = "extends"
@@ -75,7 +75,7 @@ def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     if file.resolve() in before:
         raise ConfigError(f"config file {str(file)!r} extends itself: {' -> '.join(map(str, before))}")
     try:
-        data = tomllib.loads(read_regular(file, follow=True).decode("utf-8-sig"))
+        data = parse_toml(read_regular(file, follow=True).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"config file {str(file)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -165,10 +165,10 @@ def differences(file: Path, config: TrainConfig) -> list[str]:
     ``run_dir`` relative to the folder where the run began, as the file lies in it.
     """
     try:
-        before = _leaves(nulls.restore(tomllib.loads(read_regular(file).decode("utf-8"))))
+        before = _leaves(nulls.restore(parse_toml(read_regular(file).decode("utf-8"))))
     except (OSError, ValueError):
         return []
-    now = _leaves(nulls.restore(tomllib.loads(to_toml(config))))
+    now = _leaves(nulls.restore(parse_toml(to_toml(config))))
     if not Path(str(before.get("run_dir", ""))).is_absolute():
         before.pop("run_dir", None)
         now.pop("run_dir", None)
