@@ -126,10 +126,17 @@ def announce_code(settings: Any, what: str = "is imported") -> None:
 
 
 def code_files(settings: Any) -> dict[str, str]:
-    """Return the file of each user's module that ``settings``, the data of a config, name; imports nothing."""
+    """Return the file of each user's module that ``settings``, the data of a config, name; imports nothing.
+
+    Python's path is as before: in the folder of a run that someone sent, no later import may find a module.
+    """
+    before = list(sys.path)
     search_working_folder()
-    modules = dict.fromkeys(name.split(":")[-2] for _, name in code_in(settings))
-    return {module: str(file) for module in modules if (file := file_of(module)) is not None}
+    try:
+        modules = dict.fromkeys(name.split(":")[-2] for _, name in code_in(settings))
+        return {module: str(file) for module in modules if (file := file_of(module)) is not None}
+    finally:
+        sys.path[:] = before
 
 
 def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:
