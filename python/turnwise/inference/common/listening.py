@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -151,6 +153,23 @@ class Listener:
         if stranger is not None:
             stranger.give_way()
         return stranger is not None
+
+
+def is_known_host(headers: Iterable[tuple[bytes, bytes]], names: Container[str]) -> bool:
+    """True if the one ``Host`` header of a request is an address, or one of ``names`` (in lower case).
+
+    A web page can make a browser send only its own name, which may point to this machine (DNS rebinding).
+    """
+    given = [value for name, value in headers if name.lower() == b"host"]
+    match = re.fullmatch(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?", given[0].decode("latin-1")) if len(given) == 1 else None
+    if match is None:
+        return False
+    name = match[1].strip("[]").removesuffix(".").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in names
+    return True
 
 
 def _budget() -> int:
