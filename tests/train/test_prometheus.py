@@ -63,7 +63,9 @@ def samples(port):
 
 
 def test_names_labels_and_kinds_by_hand(server, port):
-    assert server._server[0].server_address == ("127.0.0.1", port), "only the address that is written listens"
+    assert [one.getsockname() for one in server._listener.sockets] == [("127.0.0.1", port)], (
+        "only the address that is written listens"
+    )
     assert samples(port) == {
         ("turnwise_step",): 0,
         ("turnwise_planned_steps",): 9,

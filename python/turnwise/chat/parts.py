@@ -30,7 +30,9 @@ class _Group:
     def add(self, part: Message, answer: Message | None) -> None:
         self.parts.append(part)
         self.answer = self.answer or answer
-        found = {key: part[key] for key in ("content", "reasoning_content") if part.get(key) and not self.begun.get(key)}
+        found = {
+            key: part[key] for key in ("content", "reasoning_content") if part.get(key) and not self.begun.get(key)
+        }
         self.begun = {**self.begun, **found}
 
     def whole(self) -> Message:

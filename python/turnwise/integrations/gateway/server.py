@@ -18,14 +18,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from turnwise.arena import Arena
 from turnwise.arena.runner import create_context
 from turnwise.arena.runtime.context import use_context
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
-from turnwise.inference.common.listening import Listener, is_known_host, tcp_sockets, unix_socket
+from turnwise.inference.common.listening import Listener, http_log, is_known_host, tcp_sockets, unix_socket
 from turnwise.inference.common.proxies import LOOPBACK
 from turnwise.integrations.gateway.calls import Attempt, GatewayCall
 from turnwise.integrations.gateway.children import ChildSession
@@ -37,19 +36,6 @@ from turnwise.types import EpisodeRequest
 from turnwise.utils.threads import to_thread
 
 log = logging.getLogger(__name__)
-http_log = logging.getLogger(f"{__name__}.http")
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Log one quiet line if a client sent no HTTP, or its connection broke. Return True for other errors."""
-    error = record.exc_info[1] if record.exc_info else None
-    if not isinstance(error, (HttpProcessingError, ConnectionError)):
-        return True
-    log.info("a client's connection broke, or it sent no HTTP: %s", type(error).__name__)  # its text may show a key
-    return False
-
-
-http_log.addFilter(_is_ours)
 
 DIALECTS: dict[str, ModuleType] = {
     "chat/completions": openai_chat,
@@ -72,8 +58,6 @@ LINGER = 2.0
 """Seconds in which the rest of a refused request is read, so that its client sees the answer."""
 KEEP_ALIVE = 10.0
 """Seconds between two comments in a stream that waits for its answer."""
-MOST_WAITING = 16
-"""Clients that wait for one answer: retries whose earlier connections still seem open."""
 MOST_VALUES = 20_000
 """Objects and lists of one request: messages, parts, tools and their schemas."""
 DEEPEST = 100
@@ -122,7 +106,7 @@ class GatewayServer:
             access_log=None,
             shutdown_timeout=1.0,
             lingering_time=LINGER,
-            logger=http_log,
+            logger=http_log(__name__),
             auto_decompress=False,  # a few bytes of a stranger could become many
         )
         await self._runner.setup()
@@ -166,14 +150,16 @@ class GatewayServer:
                 session = self._session(request)
                 if of_children:
                     _check_control(request, session)
-                body, size = await _body(request, session)
+                text = await _text(request, session)
                 for listener in self._listeners:
                     listener.prove(request.transport)
-                seat = self._seat(request, session, body)
-                # A URL of the whole session takes any of its keys.
-                if not of_children and "actor" in request.match_info:
-                    _check_key(request, [seat.key])
-                return await serve(request, dialect, session, seat, body, size)
+                with session.request():
+                    body = await _body(text, session)
+                    seat = self._seat(request, session, body)
+                    # A URL of the whole session takes any of its keys.
+                    if not of_children and "actor" in request.match_info:
+                        _check_key(request, [seat.key])
+                    return await serve(request, dialect, session, seat, body, len(text))
             except WireError as error:
                 return self._reject(dialect, error, seat)
             except ChatError as error:
@@ -209,8 +195,6 @@ class GatewayServer:
         left = False
         call.waiting += 1
         try:
-            if call.waiting > MOST_WAITING:
-                raise WireError(429, "too_many_retries", f"{MOST_WAITING} clients wait for the answer to this request")
             response = await self._send(request, dialect, call, session.format, seat)
             call.undelivered = False
         except ConnectionError:
@@ -361,8 +345,8 @@ async def _wait(call: GatewayCall, seconds: float | None = None) -> Any:
     return call.task.result() if done else None
 
 
-async def _body(request: web.Request, session: GatewaySession) -> tuple[Body, int]:
-    """Read a request. Return its JSON and its bytes, which count from their beginning on: many may arrive at once."""
+async def _text(request: web.Request, session: GatewaySession) -> bytes:
+    """Read a request. Its bytes count before they are there, as many requests may arrive at once."""
     root, settings = session.root, session.settings
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise WireError(415, "encoded_body", "the request is compressed: send it as it is")
@@ -381,8 +365,12 @@ async def _body(request: web.Request, session: GatewaySession) -> tuple[Body, in
         raise WireError(413, "body_too_large", f"the request is larger than max_body: {error.text}") from None
     finally:
         root.bytes_read -= most - size
-    async with session.turn(size):
-        return await to_thread(_parsed, text) if size >= LONG else _parsed(text), size
+    return text
+
+
+async def _body(text: bytes, session: GatewaySession) -> Body:
+    async with session.turn(len(text)):
+        return await to_thread(_parsed, text) if len(text) >= LONG else _parsed(text)
 
 
 def _parsed(text: bytes) -> Body:

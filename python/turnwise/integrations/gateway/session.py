@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -38,6 +38,8 @@ CONTINUED = "continued"
 """Key of ``step.info``: a later prompt of the session continues this answer."""
 LONG = 32_768
 """Bytes of a request, or characters of a chat, from which on it is read and rendered in a thread."""
+LEAST_UNDER_WAY = 64
+"""Requests of one attempt that may be under way at once, if ``max_calls`` is smaller."""
 EXTRA = "extra"
 """Status of a good call after the first one, where the agent asked for one call at a time."""
 NO_PART_OF_A_URL = (".", "..")
@@ -134,6 +136,8 @@ class GatewaySession:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.bytes_read = 0
         """Bytes of all requests of the attempt."""
+        self.under_way = 0
+        """Requests of the attempt that are being answered."""
         self.prompt_tokens = 0
         """Tokens of all prompts of the attempt."""
         self.opened = 0
@@ -334,6 +338,18 @@ class GatewaySession:
             prompt = await to_thread(self.rendered, seat, ask) if size >= LONG else self.rendered(seat, ask)
         self.root.prompt_tokens += len(prompt.ids)
         return prompt
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request of the attempt for the block, as each holds a connection. Raises :class:`WireError`."""
+        most = max(self.settings.max_calls, LEAST_UNDER_WAY)
+        if self.root.under_way >= most:
+            raise WireError(429, "too_many_requests", f"{most} requests of the session are under way")
+        self.root.under_way += 1
+        try:
+            yield
+        finally:
+            self.root.under_way -= 1
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
