@@ -267,7 +267,7 @@ def _reserved(settings: ServeSettings) -> socket.socket:
     """Bind the port, and keep it for the server, which binds it again seconds later and after each restart.
 
     Another user could else take the port in between, and would get the key. The socket doesn't listen, so that all
-    connections reach the server. Raises ``OSError`` if the port is in use or the host is not an address of this machine.
+    connections reach the server. Raises ``OSError`` if the port is in use, or the host is no address of this machine.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     port = settings.port
