@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from tokenize import TokenError
 from typing import Any, Protocol
 
 import numpy as np
@@ -258,7 +259,7 @@ def experts_from_text(text: str) -> np.ndarray:
         raise ValueError("it is no .npy file of version 1.0")
     try:
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=1000)
-    except (RecursionError, MemoryError) as error:
+    except (RecursionError, MemoryError, SyntaxError, TokenError) as error:
         raise ValueError(f"its header can't be read: {type(error).__name__}") from None
     if dtype not in (np.uint8, np.uint16, np.int16) or len(shape) != 3:
         raise ValueError("it is no array [tokens, layers, experts] of 8 or 16 bits")
