@@ -44,7 +44,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
     def log_message(self, *arguments): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+class Server(http.server.ThreadingHTTPServer):
+    allow_reuse_port = True  # as vLLM's and the transformers engine's: the starter keeps the port
+Server(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
