@@ -216,11 +216,8 @@ async def test_steps_have_them_and_records_leave_them_out():
 def test_as_text():
     ids = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
     assert (experts_from_text(experts_to_text(ids)) == ids).all()
-<<<<<<< HEAD
     assert (experts_from_text(experts_to_text(ids.T)) == ids.T).all(), "in Fortran's order"
-=======
     assert (experts_from_text(experts_to_text(np.asfortranarray(ids))) == ids).all()
->>>>>>> doors
     for wrong in ("?", experts_to_text(ids[0]), experts_to_text(ids.astype(np.float32))):
         with pytest.raises(ValueError):
             experts_from_text(wrong)

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from turnwise.chat.messages import SYSTEM_ROLES, Tool, fold_systems, join_neighbours, results_in_order
 from turnwise.chat.tokenizers import ends_of, own_copy

@@ -13,20 +13,12 @@ import base64
 import copy
 import io
 import math
-<<<<<<< HEAD
 import re
-=======
->>>>>>> doors
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-<<<<<<< HEAD
 from typing import Any, Literal, Protocol
-=======
-from tokenize import TokenError
-from typing import Any, Protocol
->>>>>>> doors
 
 import numpy as np
 import torch
@@ -267,7 +259,6 @@ _HEADER = re.compile(
 
 
 def experts_from_text(text: str) -> np.ndarray:
-<<<<<<< HEAD
     """Return the array of :func:`experts_to_text`. Raises ``ValueError`` for a text that holds none.
 
     ``np.load`` would allocate what the header says before it looks for the bytes.
@@ -281,20 +272,3 @@ def experts_from_text(text: str) -> np.ndarray:
         raise ValueError(f"it is an array of {shape}, with {len(data) - header.end()} bytes")
     order: Literal["C", "F"] = "F" if header[2] == b"True" else "C"
     return np.frombuffer(data, dtype, offset=header.end()).reshape(shape, order=order).copy()
-=======
-    """Return the array of :func:`experts_to_text`. Raises ``ValueError`` for a text that holds none."""
-    data = base64.b64decode(text, validate=True)
-    file = io.BytesIO(data)
-    if np.lib.format.read_magic(file) != (1, 0):
-        raise ValueError("it is no .npy file of version 1.0")
-    try:
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=1000)
-    except (RecursionError, MemoryError, SyntaxError, TokenError) as error:
-        raise ValueError(f"its header can't be read: {type(error).__name__}") from None
-    if dtype not in (np.uint8, np.uint16, np.int16) or len(shape) != 3:
-        raise ValueError("it is no array [tokens, layers, experts] of 8 or 16 bits")
-    if min(shape) < 0 or math.prod(shape) * dtype.itemsize != len(data) - file.tell():
-        raise ValueError(f"it has {len(data) - file.tell()} bytes: expected those of the shape {shape}")
-    array = np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
-    return np.array(array, order="C")
->>>>>>> doors
