@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -204,14 +205,22 @@ async def test_a_spare_batch_that_fails_does_not_end_the_run():
         await ticks()
         assert batches.drawn == 3 and not idle.done()
         assert await taken(queue) is None, "2 has failed, and is past the end"
-        batches.end(0, 1)
+        batches.end(0)
+        await ticks()
+        assert not idle.done()
+        batches.end(1)
         await idle
         assert await taken(queue) == [0] and str(queue.failed_spare()) == "the server is gone"
         assert queue.pending() == Pending([[1]], 2)
-        queue.start_up_to(1, until=3)
-        assert queue.failed_spare() is None and await taken(queue) == [1]
+        queue.start_up_to(1, until=2, spare=True)
+        assert await taken(queue) == [1]
+        queue.put_back()
+        assert queue.pending(0) == Pending([], 1), "its update failed, and it can't be saved"
+        assert await taken(queue) == [1]
         with pytest.raises(RuntimeError, match="the server is gone"):
-            await queue.get_oldest()
+            await queue.get_oldest()  # only what is spare is left
+        queue.start_up_to(2, until=3)
+        assert queue.failed_spare() is None, "the run is longer now"
 
 
 async def test_every_way_out_ends_what_is_under_way_and_it_is_drawn_again():
@@ -376,6 +385,25 @@ async def test_a_resumed_group_is_judged_with_its_draw():
             again._waiting[0].failures.add("lost")
     again._add(requests)
     again._waiting[-1].failures.add("lost")  # another draw counts its own
+
+
+async def test_a_queue_restores_what_one_of_the_other_mode_has_saved():
+    groups, result = Groups(2), SimpleNamespace
+    async with groups.queue(2.0, 1) as queue:
+        queue.start_up_to(0, until=9)
+        await ticks()
+        groups.end(3, 0, 1)
+        await ticks()
+        saved = pickle.loads(pickle.dumps(queue.pending().batches))
+    in_order = Batches().queue()
+    assert in_order.restore(saved) == 2 and in_order.restore([]) == 0
+    assert in_order.pending() == Pending([[3, 0]], None), "1 and 2 make no whole batch"
+    # Batches become groups, which have to train in their order.
+    batches = [[result(group_id=f"{step}{n % 2}") for n in range(4)] for step in range(2)]
+    oversampling = Groups(2).queue(2.0, 1, first=5)
+    assert oversampling.restore(batches) == 0 and oversampling.finished == 2
+    assert [group.started for group in oversampling._whole] == [4, 4, 5, 5]
+    assert [len(group.results) for group in oversampling.pending(3).batches] == [2, 2, 2, 2], "they can't start again"
 
 
 async def test_refusals():
