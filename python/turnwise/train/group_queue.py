@@ -1,13 +1,11 @@
 """Samples ahead of training: whole batches in order, or with ``rollout.oversample`` the groups that are whole first.
 
-In order, step ``b`` trains batch ``b``. It may start once the client has the weights of step ``b - max_ahead``, so its
-tokens are at most ``max_ahead`` versions old when it trains. Waiting bounds staleness; no batch is thrown away.
-``max_ahead`` 0 is the synchronous loop.
+In order, step ``b`` trains batch ``b``, which may start once the client has the weights of step ``b - max_ahead``: its
+tokens are then at most ``max_ahead`` versions old. No batch is thrown away. ``max_ahead`` 0 is the synchronous loop.
 
 A step of ``G`` groups so waits for its longest episode. With ``oversample`` above 1, ``oversample * G`` groups are
-under way at the same time. A step begins once ``G`` of them are whole, and the others go on into later steps. A group
-that the weights of step ``s`` started has to train by step ``s + max_ahead``: a step waits for a group whose time is
-up. Every group trains once, so long episodes are not left out: they train later.
+under way at once. A step begins once ``G`` are whole, and the others go on into later steps. Every group trains once: a
+group that the weights of step ``s`` started by step ``s + max_ahead``, so a step waits for a group whose time is up.
 """
 
 from __future__ import annotations
@@ -130,7 +128,8 @@ class GroupQueue:
             _check_plays_groups(arena)
         self._arena, self._snapshot, self._oversample = arena, snapshot, oversample
         self._states: dict[int, Any] = {}  # the sampler's states before draws that may have to be repeated
-        self._step, self._until, self._end, self._draws = first, first, first, first
+        self._step, self._until, self._draws = first, first, first
+        self._fixed: asyncio.Event | None = None  # set once the requests of the last draw in order are fixed
         self._size, self._drawn = int(self._in_order), 0  # groups of a step and of each draw, 0 before the first draw
         self._waiting: list[Group] = []  # not started
         self._running: list[Group] = []
@@ -147,10 +146,8 @@ class GroupQueue:
         await leave(self.discard()[1])
 
     def restore(self, saved: Sequence[Any]) -> int:
-        """Add the batches of a checkpoint's :class:`Pending` before any is drawn; ``oversample`` may have been another.
-
-        Returns the number of groups that are dropped: in order, those that make no whole batch.
-        """
+        """Add the batches of a :class:`Pending`, of a queue of either mode, before any is drawn. Return the number of
+        groups that are dropped: in order, those that make no whole batch."""
         if not saved:
             return 0
         grouped = isinstance(saved[0], Group)
@@ -171,23 +168,22 @@ class GroupQueue:
         """Start what trains up to step ``step + max_ahead``, below ``until``; the client has the weights of ``step``.
 
         With ``spare``, also start batches from ``until`` on. Only an extended run trains on them: a run with that
-        length from its start would sample them with the present weights. If one fails, this run continues; see
-        :meth:`failed_spare`.
+        length from its start would sample them with the present weights. See :meth:`failed_spare`.
         """
         assert self._in_order or not spare, "a deterministic run can't train the groups that are whole first"
         self._step, self._until = step, until
-        self._end = step + 1 + self.max_ahead if spare else min(step + 1 + self.max_ahead, until)
-        self._states = {draw: state for draw, state in self._states.items() if not self._in_order or draw >= step}
+        if self._in_order:
+            self._states = {draw: state for draw, state in self._states.items() if draw >= step}
+            end = step + 1 + self.max_ahead
+            for draw in range(self._draws, end if spare else min(end, until)):
+                group, previous, self._fixed = Group([], draw, 1, 0, step), self._fixed, asyncio.Event()
+                group.running = asyncio.ensure_future(self._sample(group, previous, self._fixed))
+                self._running.append(group)
+                self._draws += 1
+            return
         if self._filling is None or (self._filling.done() and not self._filling.exception()):
-            self._filling = asyncio.ensure_future(self._fill_in_order() if self._in_order else self._fill())
+            self._filling = asyncio.ensure_future(self._fill())
             self._filling.add_done_callback(lambda _: self._changed.set())
-
-    async def _fill_in_order(self) -> None:
-        while self._draws < self._end:
-            fixed = asyncio.Event()
-            self._start(Group([], self._draws, 1, 0), fixed.set)
-            self._draws += 1
-            await fixed.wait()
 
     async def _fill(self) -> None:
         while not self._size or self._under_way < self._wanted:
@@ -197,11 +193,9 @@ class GroupQueue:
                 self._add(await self._arena.draw())
                 self._states.clear()
             while self._waiting and self._under_way < self._wanted:
-                self._start(self._waiting.pop(0))
-
-    def _start(self, group: Group, on_requests_fixed: Callable[[], None] = lambda: None) -> None:
-        group.started, group.running = self._step, asyncio.ensure_future(self._play(group, on_requests_fixed))
-        self._running.append(group)
+                group = self._waiting.pop(0)
+                group.started, group.running = self._step, asyncio.ensure_future(self._play(group))
+                self._running.append(group)
 
     @property
     def _under_way(self) -> int:
@@ -231,8 +225,7 @@ class GroupQueue:
                 "ends keeps the groups that are under way"
             ) from error
         # Groups of two draws are never compared with each other, even if the source names them alike.
-        taken = {_key_of(each.requests[0]) for each in (*self._running, *self._whole) if each.requests}
-        for key in taken & groups.keys():
+        for key in groups.keys() & {_key_of(e.requests[0]) for e in (*self._running, *self._whole) if e.requests}:
             groups[key] = [replace(request, group_id=(key, self._draws)) for request in groups[key]]
         self._size = self._drawn = len(groups)
         self._wait([Group(group, self._draws, len(groups), len(requests)) for group in groups.values()])
@@ -245,22 +238,29 @@ class GroupQueue:
             group.failures = budgets[group.draw]
         self._waiting += groups
 
-    async def _play(self, group: Group, on_requests_fixed: Callable[[], None]) -> None:
+    async def _sample(self, group: Group, previous: asyncio.Event | None, fixed: asyncio.Event) -> None:
         try:
-            if self._in_order:
-                self._states[group.draw] = self._snapshot()
-                results = await self._arena.sample(on_requests_fixed)
-            else:
-                results = await self._arena.play(group.requests, group.failures)
-            if group in self._running:  # else it was discarded
-                group.results = results
-                self._running.remove(group)
-                self._whole.append(group)
-                if self._in_order:
-                    self._whole.sort(key=lambda each: each.draw)
+            if previous is not None:
+                await previous.wait()
+            self._states[group.draw] = self._snapshot()
+            self._end(group, await self._arena.sample(fixed.set))
         finally:
-            on_requests_fixed()
+            fixed.set()
             self._changed.set()
+
+    async def _play(self, group: Group) -> None:
+        try:
+            self._end(group, await self._arena.play(group.requests, group.failures))
+        finally:
+            self._changed.set()
+
+    def _end(self, group: Group, results: Results) -> None:
+        if group in self._running:  # else it was discarded
+            group.results = results
+            self._running.remove(group)
+            self._whole.append(group)
+            if self._in_order:
+                self._whole.sort(key=lambda each: each.draw)
 
     # -- taking --------------------------------------------------------------------------------------------------------
     async def get_oldest(self) -> Results:
@@ -268,7 +268,7 @@ class GroupQueue:
 
         Cancelling the wait is safe. Raises the error of a group that fails before; spare ones are not watched.
         """
-        if self._filling is None and not self._whole:
+        if self._filling is None and not self._under_way:
             raise RuntimeError("nothing was started: call start_up_to(step, until=...) first")
         while True:
             self._changed.clear()
@@ -355,7 +355,7 @@ class GroupQueue:
             await asyncio.wait(running)
 
     def failed_spare(self) -> BaseException | None:
-        """Return the error of the first spare batch that failed, or ``None``."""
+        """Return the error of the first spare batch that failed, which does not end the run, or ``None``."""
         done = (group.running for group in self._running if self._is_spare(group))
         return next((task.exception() for task in done if task and task.done() and not task.cancelled()), None)
 
@@ -369,7 +369,7 @@ class GroupQueue:
         discarded = self._under_way - len(kept)
         self._running, self._whole, self._waiting, self._filling = [], [], [], None
         if self._in_order:
-            self._whole, self._draws = kept, self._draws - discarded
+            self._whole, self._draws, self._fixed = kept, self._draws - discarded, None
         else:
             self.restore(pending.batches)
         self._states = {draw: state for draw, state in self._states.items() if draw < self._draws}
