@@ -63,7 +63,7 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.run_folder import RunLock, check_records
-from turnwise.train.terms.registry import columns_of
+from turnwise.train.terms.registry import columns_of, teachers_replace_rewards
 from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
@@ -294,7 +294,11 @@ def _build_here(
 
 
 def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], config: TrainConfig) -> None:
-    """Give each policy the teachers of its actors, if their forward KL is in the loss (``distill.top_k``)."""
+    """Give each policy the teachers of its actors, if their forward KL is in the loss (``distill.top_k``).
+
+    Every rank calls it, and knows then which actors learn from their teachers alone.
+    """
+    teachers_replace_rewards(policies, () if config.distill.reward else config.teachers())
     policy_of = {actor.id: actor.policy for actor in actors}
     by_policy: dict[str, dict[str, Policy]] = {}
     for actor, teacher in config.teachers().items() if config.distill.top_k else ():

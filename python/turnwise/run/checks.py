@@ -19,6 +19,7 @@ from turnwise.run.parts import (
     Measure,
     ablations_of,
     build_curriculum,
+    check_choice,
     check_selfplay,
     comparison_problem,
     sampler_of,
@@ -40,6 +41,8 @@ from turnwise.train.model.loading import (
     find_device,
     sharing,
 )
+from turnwise.train.terms.kl import penalty_problem
+from turnwise.train.terms.registry import unrewarded_problems
 from turnwise.train.update.sft_data import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
 from turnwise.types import (
@@ -89,22 +92,24 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     config = with_default_credit(task, config)
     resolved, actors = config, list(task.actors)
     # Keys, credit rule, episodes, questions and actors, each of which may add problems.
-    problems.lines += contradictions(config)
     with problems.gathered():
         build_credit(config, task)
     for one, part in parts_of(config, task).values():
         with problems.gathered():
             check_reward(one, episodes_of(one, part))
+            check_choice(one, episodes_of(one, part))
     with problems.gathered():
         eval_sets(config, task)
     with problems.gathered():
         build_curriculum(config, task)
     with problems.gathered():
         actors, resolved = resolve_policies(config, task.actors, task.name)
+    problems.lines += contradictions(config) or contradictions(resolved)
     with problems.gathered():
         actors = with_quotas(config, actors, task)
     problems.lines += check_tinker(resolved)
     problems.lines += distill_problems(resolved)
+    problems.lines += unrewarded_problems(resolved, actors)
     problems.lines += cluster_problems(resolved)
     seats = capabilities_of(task, TaskCapabilities).seats
     problems.lines += check_selfplay(resolved, actors, seats, task.name, exploitability_of(task))
@@ -322,9 +327,11 @@ def build_credit(config: TrainConfig, task: Task) -> CreditAssigner:
     changed = sorted(config.reward.model_dump(exclude_defaults=True))
     if changed and not can.mixed_rewards:
         raise ConfigError(
-            f"config key 'reward.{changed[0]}' = {getattr(config.reward, changed[0])!r}: has no effect, as the rule "
-            f"{config.credit.rule!r} reads the values of the reward functions themselves: expected no setting here"
+            f"config key 'reward.{changed[0]}' = {getattr(config.reward, changed[0])!r}: has no effect, as advantages "
+            f"of the rule {config.credit.rule!r} don't depend on the rewards of calls: expected no setting here"
         )
+    if problem := penalty_problem(config, can):
+        raise ConfigError(problem)
     if config.filter.dynamic_sampling_rounds:
         try:
             check_stateless(credit)

@@ -101,11 +101,12 @@ def contradictions(config: TrainConfig) -> list[str]:
         for name in config.policies
         if not re.fullmatch(r"\w[\w.-]*", name)
     ]
+    only_teaching = set(config.teachers().values()) - {"default", *config.actors, *config.policies_of_actors().values()}
     problems += [
         f"config key 'policies.{name}.dtype' = 'float16': gradients underflow in it; expected 'bfloat16' or 'float32' "
         "for a policy that trains"
         for name, policy in config.policies.items()
-        if policy.trainable and policy.dtype == "float16"
+        if policy.trainable and policy.dtype == "float16" and name not in only_teaching
     ]
     # Losses and the warm start.
     if config.warm_start.min_reward is not None and config.warm_start.data is None:
