@@ -203,10 +203,16 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
 
 
 def check_questions(config: TrainConfig, task: Task) -> None:
-    """Raise :class:`ConfigError` if the task can't ask the training questions of a step, or these train nothing.
+    """Raise :class:`ConfigError` if the task can't ask the training questions of a step, or these train nothing, or it
+    has no demonstrations for the warm start.
 
     ``config`` is resolved.
     """
+    if config.warm_start.steps and config.warm_start.data is None:
+        try:
+            task.demonstrations(1, config.seed)
+        except ValueError as error:
+            raise ConfigError(f"config key 'warm_start.steps' = {config.warm_start.steps}: {error}") from None
     if not config.steps:
         return
     questions = config.rollout.prompts_per_step
