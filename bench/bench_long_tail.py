@@ -2,7 +2,7 @@
 
 A step of 32 groups of 8 episodes waits for the longest of 256 answers. With ``oversample`` a step begins once 32 of
 more groups are whole, and the others train by a later step. The loop, the queue and the arena are the real ones; the
-durations are modelled (``scale/simulate.py``), so the machine does not matter and each run gives the same numbers.
+durations are modelled (``simulate.py``), so the machine does not matter and each run gives the same numbers.
 
 A row has the step time at its median and 95th percentile, and what trains: the mean length, and the mean of a reward
 that is 1 for an answer longer than the model's median. The first and the last two steps are left out, where a queue
@@ -36,7 +36,7 @@ from typing import Any
 
 from common import arguments, finish, finishing
 from long_tail_task import MEDIAN, LongTail
-from scale.simulate import LatencyModel, simulate
+from simulate import LatencyModel, simulate
 
 from turnwise.run.build import build_run
 from turnwise.tasks.tiny import build_model, build_tokenizer

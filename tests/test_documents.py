@@ -282,7 +282,8 @@ def test_table_of_frameworks_names_the_pinned_versions() -> None:
     lines = page.partition("<!-- frameworks -->\n")[2].partition("<!-- end of frameworks -->")[0].splitlines()[2:]
     rows = {name: version for name, version in (line.strip("| ").split(" | ")[:2] for line in lines)}
     pins: dict[str, set[str]] = {}
-    for path in [ROOT / "constraints-verifiers.txt", *ROOT.glob("constraints-frameworks-*.txt")]:
+    pinned = ROOT / "tests" / "environments"
+    for path in [pinned / "verifiers.txt", *pinned.glob("frameworks-*.txt")]:
         for name, version in re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), flags=re.MULTILINE):
             pins.setdefault(name, set()).add(version)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

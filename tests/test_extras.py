@@ -14,7 +14,23 @@ from .installed import closure, link
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-PROBE = "from turnwise.cli.look import peer_probes; print(peer_probes.use_{module}())"
+PLAY = """
+import asyncio
+from turnwise.arena import Arena
+from turnwise.inference import ScriptedClient
+from turnwise.tasks import build_task
+
+task = build_task("{task}")
+player = task.random_player(0)
+arena = Arena(ScriptedClient(lambda request: player(task.actors[0].id, request.messages)))
+for actor in task.actors:
+    arena.add_actor(actor)
+for episode in task.episodes().values():
+    arena.add_episode(episode)
+[result] = asyncio.run(arena.generate_rollouts(task.requests(1, 1, 1)))
+assert result.rollout.error is None, result.rollout.error
+assert result.rollout.steps, "nobody made a move"
+"""
 GATEWAY = """
 import asyncio, json, urllib.request
 from turnwise.arena import Arena
@@ -39,11 +55,11 @@ assert result.rewards == {"solver": 1.0}, result.rollout.error
 """
 EXAMPLES = {
     "gateway": GATEWAY,
-    "gymnasium": PROBE.format(module="gymnasium"),
-    "openspiel": PROBE.format(module="pyspiel"),
-    "pettingzoo": PROBE.format(module="pettingzoo"),
-    "reasoning_gym": PROBE.format(module="reasoning_gym"),
-    "textarena": PROBE.format(module="textarena"),
+    "gymnasium": PLAY.format(task="gymnasium:FrozenLake-v1"),
+    "openspiel": PLAY.format(task="openspiel:kuhn_poker"),
+    "pettingzoo": PLAY.format(task="pettingzoo:tictactoe_v3"),
+    "reasoning_gym": PLAY.format(task="reasoning_gym:countdown"),
+    "textarena": PLAY.format(task="textarena:TicTacToe-v0"),
 }
 """A program for each extra, with nothing installed but turnwise's own requirements and those of the extra."""
 

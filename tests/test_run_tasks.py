@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -105,34 +104,14 @@ def sample(top, tokens, advantage, **more):
     )  # fmt: skip
 
 
-def test_the_loss_by_task_weighs_each_task_by_its_share():
-    """Sampled tokens 12 and 4 with shares 1/4 and 3/4: the factors are 16/12/4 = 1/3 and 3/4 * 16/4 = 3. Calls 3 and 2:
-    5/3/4 and 3/4 * 5/2. Calls that don't train count, so fewer that train change no factor."""
-    labels = TaskLabels({"a": "x", "b": "x"}, {"a": 0.25, "b": 0.75}, "tokens")
+def test_what_is_sampled_and_what_trains_is_counted_by_task():
+    labels = TaskLabels({"a": "x", "b": "x"}, {"a": 0.25, "b": 0.75})
     a, b = played("a", 4, 5, 3), played("b", 2, 2)
-
-    def samples():
-        masked = sample(a, 5, -1.0, loss_mask=[1, 1, 0, 0, 0], token_advantages=[3.0] * 5)
-        return [sample(a, 4, 1.0), masked, sample(b, 2, 2.0)]
-
-    made = samples()
-    metrics = labels.weigh(made, [a, b])
-    assert [each.advantage for each in made] == pytest.approx([1 / 3, -1 / 3, 6.0])
-    assert made[1].token_advantages == pytest.approx([1.0] * 5)
-    assert metrics == pytest.approx({
-        "a/episodes": 1, "a/sampled_tokens": 12, "a/samples": 2, "a/tokens": 6, "a/loss_scale": 1 / 3,
-        "b/episodes": 1, "b/sampled_tokens": 4, "b/samples": 1, "b/tokens": 2, "b/loss_scale": 3,
-    })  # fmt: skip
-    by_rows, few = samples(), samples()[:1]
-    replace(labels, balance="rows").weigh(by_rows, [a, b])
-    assert [each.advantage for each in by_rows] == pytest.approx([5 / 12, -5 / 12, 2 * 15 / 8])
-    labels.weigh(few, [a, b])
-    assert few[0].advantage == pytest.approx(1 / 3)
-    alone = samples()[:1]
-    assert labels.weigh(alone, [a])["a/loss_scale"] == 1 and alone[0].advantage == 1.0
-    unbalanced = samples()
-    assert "a/loss_scale" not in replace(labels, balance=None).weigh(unbalanced, [a, b])
-    assert [each.advantage for each in unbalanced] == [1.0, -1.0, 2.0]
+    masked = sample(a, 5, -1.0, loss_mask=[1, 1, 0, 0, 0])
+    assert labels.count([sample(a, 4, 1.0), masked, sample(b, 2, 2.0)], [a, b]) == {
+        "a/episodes": 1, "a/sampled_tokens": 12, "a/samples": 2, "a/tokens": 6,
+        "b/episodes": 1, "b/sampled_tokens": 4, "b/samples": 1, "b/tokens": 2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -140,7 +119,6 @@ def test_the_loss_by_task_weighs_each_task_by_its_share():
     [
         ({"task": "split_clues"}, r"task = 'split_clues': expected none beside \[tasks.<name>\]"),
         ({"gateway": {"max_calls": 3}}, r"section 'gateway': has no effect: expected one of \[tasks.<name>\]"),
-        ({"tasks": {}, "loss": {"by_task": True}}, r"loss.by_task = true: has no effect without"),
         ({"tasks": {"a": {"task": "sudokuu"}}}, r"section 'tasks.a': .*sudoku"),
         ({"tasks": {"a": {"task": "sudoku", "options": {"blank": 1}}}}, r"section 'tasks.a': .*unknown option 'blank'"),
         ({"tasks": {"sudoku": {"credit": {"rule": "nope"}}}}, r"section 'tasks.sudoku': .*'nope'"),

@@ -544,7 +544,6 @@ def several(seed: int) -> list[Cell]:
     made = {
         ("both", "untrained"): merged(both, {"steps": 0}),
         ("both", "together"): both,
-        ("both", "by_task"): merged(both, {"loss": {"by_task": True}}),
     }
     for task, tokens in EACH_ALONE.items():
         alone = {"tasks": {task: BOTH[task]}, "rollout": {"prompts_per_step": 24}, "max_sampled_tokens": tokens}

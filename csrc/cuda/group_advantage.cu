@@ -226,8 +226,8 @@ template <class T>
 void launch_kernel(const GroupAdvantageInput& in, const Layout& layout, const GroupAdvantageOptions& o, T* advantages,
                    Stream stream) {
     const bool weighted = o.center == Center::length_weighted;
-    const auto run = o.by_trajectory ? (weighted ? launch_groups<T, kAll, kAll> : launch_groups<T, kAll, false>)
-                                     : (weighted ? launch_groups<T, false, kAll> : launch_groups<T, false, false>);
+    const auto run = o.by_trajectory ? (weighted ? launch_groups<T, true, true> : launch_groups<T, true, false>)
+                                     : (weighted ? launch_groups<T, false, true> : launch_groups<T, false, false>);
     run(bind<T>(in, o), layout, o, advantages, stream);
 }
 

@@ -57,13 +57,6 @@ class DeviceGuard {
     bool changed_ = false;  // the destructor must restore it
 };
 
-// bench/sass.py compiles fewer kernels, which takes a fraction of the time: those that it counts, and few others.
-#if defined(TURNWISE_COUNTED)
-constexpr bool kAll = false;
-#else
-constexpr bool kAll = true;
-#endif
-
 // The number of multiprocessors of the current device.
 inline int multiprocessors() {
     int device = 0, count = 0;

@@ -305,7 +305,7 @@ void dispatch(DType dtype, const Body& body) {
         case DType::bf16:
             return body(BFloat16{});
         case DType::f16:
-            if constexpr (kAll) return body(Half{});
+            return body(Half{});
         default:
             throw InvalidInput("logits: expected float32, bfloat16 or float16");
     }
@@ -314,7 +314,7 @@ void dispatch(DType dtype, const Body& body) {
 template <class T, class Out>
 void run_grad(const LogitTile& tile, const Upstream& up, const View& out, Stream stream) {
     const bool aligned = rows_aligned(tile.logits, sizeof(T)) && rows_aligned(out, sizeof(Out));
-    const auto kernel = tile.cap > 0 ? grad_kernel<T, Out, kAll> : grad_kernel<T, Out, false>;
+    const auto kernel = tile.cap > 0 ? grad_kernel<T, Out, true> : grad_kernel<T, Out, false>;
     launch(kernel, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const T>(), columns_of(tile, aligned),
            targets_of(tile), up, out.as<Out>(), out.stride[0]);
 }
@@ -323,7 +323,7 @@ template <class Out>
 void run_weights(const LogitTile& tile, const View& state, const View& reference, const View& sums, const View& out,
                  Stream stream) {
     const bool aligned = rows_aligned(tile.logits, sizeof(float)) && rows_aligned(out, sizeof(Out));
-    const auto kernel = tile.cap > 0 ? weights_kernel<Out, kAll> : weights_kernel<Out, false>;
+    const auto kernel = tile.cap > 0 ? weights_kernel<Out, true> : weights_kernel<Out, false>;
     launch(kernel, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const float>(), columns_of(tile, aligned),
            targets_of(tile), state.as<const double>(), reference.as<float>(), sums.as<float>(), sums.shape[1],
            sums.stride[0], out.as<Out>(), out.stride[0]);
@@ -341,7 +341,7 @@ void logprob_scan(const LogitTile& tile, const View& state, bool weighted, Strea
     dispatch(tile.logits.dtype, [&](auto example) {
         using T = decltype(example);
         const auto plain = weighted ? scan_kernel<T, true, false> : scan_kernel<T, false, false>;
-        const auto with_cap = weighted ? scan_kernel<T, true, kAll> : scan_kernel<T, false, kAll>;
+        const auto with_cap = weighted ? scan_kernel<T, true, true> : scan_kernel<T, false, true>;
         launch(tile.cap > 0 ? with_cap : plain, rows, kThreads, kScratchBytes, stream, tile.logits.as<const T>(),
                columns_of(tile, rows_aligned(tile.logits, sizeof(T))), targets_of(tile), state.as<double>());
     });

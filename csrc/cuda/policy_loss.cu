@@ -374,9 +374,7 @@ LossKernel kernel_as() {
 template <class K>
 LossKernel kernel_for(const Params& p, K) {
     using T = typename K::Type;
-    if constexpr (kAll) {
-        if (!p.clip_only) return kernel_as<T, K::fast, Specialization::full>();
-    }
+    if (!p.clip_only) return kernel_as<T, K::fast, Specialization::full>();
     const bool weighted = p.options.kl_weighted;
     if constexpr (K::fast) {
         if (!p.rollout.data && !p.entropy.data) {
@@ -384,8 +382,8 @@ LossKernel kernel_for(const Params& p, K) {
                             : kernel_as<T, true, Specialization::clip_minimal>();
         }
     }
-    constexpr auto with_weights = kAll ? Specialization::clip_only_weighted_kl : Specialization::clip_only;
-    return weighted ? kernel_as<T, K::fast, with_weights>() : kernel_as<T, K::fast, Specialization::clip_only>();
+    return weighted ? kernel_as<T, K::fast, Specialization::clip_only_weighted_kl>()
+                    : kernel_as<T, K::fast, Specialization::clip_only>();
 }
 
 void launch_count_tokens(const Params& p, Stream stream) {

@@ -274,10 +274,8 @@ template <class Body>
 void dispatch(bool fast, DType dtype, const Body& body) {
     if (fast && dtype == DType::f32) return body(Kind<float, true>{});
     if (fast && dtype == DType::bf16) return body(Kind<BFloat16, true>{});
-    if constexpr (kAll) {
-        if (fast && dtype == DType::f16) return body(Kind<Half, true>{});
-        body(Kind<float, false>{});
-    }
+    if (fast && dtype == DType::f16) return body(Kind<Half, true>{});
+    body(Kind<float, false>{});
 }
 
 }  // namespace turnwise::cuda::loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from scale.virtual_clock import run_virtually
+from virtual_clock import run_virtually
 
 from turnwise.arena import BatchFailedError
 from turnwise.arena.runtime.concurrency import (

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import pytest
-from scale.virtual_clock import run_virtually
+from virtual_clock import run_virtually
 
 from turnwise.arena import Arena, BatchFailedError, Episode, MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.rewards.rubric import DropRolloutError

@@ -1,7 +1,8 @@
-"""``turnwise doctor``: ``ok`` means used, every missing part has a remedy, and a broken machine is no crash."""
+"""``turnwise doctor``: ``ok`` means imported, every missing part has a remedy, and a broken machine is no crash."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -25,9 +26,9 @@ def soon() -> float:
     return time.monotonic() + 120
 
 
-def test_a_package_that_was_used_is_ok() -> None:
+def test_a_package_that_imports_is_ok() -> None:
     [check] = doctor.check_package(Package("safetensors", None, "checkpoints"), soon())
-    assert (check.status, check.detail.partition(", ")[2]) == ("ok", "saved and loaded a tensor")
+    assert (check.status, check.detail) == ("ok", importlib.metadata.version("safetensors"))
 
 
 def test_examine_covers_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +44,7 @@ def test_examine_covers_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(check.detail for check in checks) and "broken" not in {check.status for check in checks}
     assert 0.01 < doctor.free_memory() < 1e5
     for package in doctor.PACKAGES:
-        assert callable(probes.probe_of(package.module)) and (package.extra is None or package.extra in EXTRAS)
+        assert package.extra is None or package.extra in EXTRAS
 
 
 def test_a_triton_that_does_not_belong_to_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,21 +68,19 @@ def test_absent_package(extra: str | None, status: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "problem"),
+    ("body", "program", "problem"),
     [
-        ("raise OSError('libcuda.so.1 is not here')", "fails: OSError: libcuda.so.1 is not here"),
-        ("class BM25:\n    def index(self, *a, **k): pass\n    def retrieve(self, *a, **k): return [[0]], 0\n"
-         "def tokenize(*a, **k): pass", "fails: AssertionError"),
+        ("raise OSError('libcuda.so.1 is not here')", "", "fails: OSError: libcuda.so.1 is not here"),
+        ("", "import bm25s; bm25s.BM25()", "fails: AttributeError: module 'bm25s' has no attribute 'BM25'"),
     ],
-)  # fmt: skip
-def test_a_package_that_imports_or_works_badly_is_not_ok(
-    body: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+)
+def test_a_package_that_does_not_import_or_is_another_is_not_ok(
+    body: str, program: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The second one imports, and finds the wrong document."""
     (tmp_path / "bm25s.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(doctor.__file__).parents[3]}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
-    [check] = doctor.check_package(Package("bm25s", "search", "search"), soon())
+    [check] = doctor.check_package(Package("bm25s", "search", "search", program=program), soon())
     assert check.status == "missing" and check.detail.endswith(problem)
 
 

@@ -14,8 +14,12 @@ Fragment = dict[str, Any]
 SUMS = {"task": "pair_tasks:Sums", "task_options": {"max_tokens": 6}}
 KUHN = {"task": "kuhn_poker", "task_options": {"max_tokens": 6}}
 CLUES = {"task": "split_clues", "task_options": {"digits": 2}}
-SEVERAL = {"tasks": {"sums": {"task": "pair_tasks:Sums", "options": {"max_tokens": 4}},
-                     "words": {"task": "pair_tasks:Words", "options": {"max_tokens": 8}, "weight": 2}}}  # fmt: skip
+SEVERAL = {
+    "tasks": {
+        "sums": {"task": "pair_tasks:Sums", "options": {"max_tokens": 4}},
+        "words": {"task": "pair_tasks:Words", "options": {"max_tokens": 8}, "weight": 2},
+    }
+}
 AGENT = {"task": "gateway:pair_tasks:agent", "task_options": {"max_tokens": 4, "replayable": True}}
 
 LAST = {"pair_tasks:Sums": "checker", "kuhn_poker": "player1", "split_clues": "writer", "": "critic"}
@@ -45,82 +49,215 @@ def _teacher(**settings: Any) -> Fragment:
 
 FEATURES: dict[str, dict[str, Fragment]] = {
     "task": {"sums": SUMS, "game": KUHN, "clues": CLUES, "several": SEVERAL, "agent": AGENT},
-    "tree": {"none": {}, "first": _tree(), "best": _tree(select="best", score_by="return"),
-             "mixed": _tree(select="mixed", best_share=0.7, branch_at=["LAST"]), "sample": _tree(select="sample", temperature=0.5),
-             "all": _tree(select="none"), "beam": _tree(beam_width=2), "playouts": _tree(select="best", score_by="value", playouts=1)},
-    "credit": {"task": {}, "grpo": _rule("grpo"), "at_grpo": _rule("at_grpo"), "gigpo": _rule("gigpo"),
-               "reinforce_pp": _rule("reinforce_pp"), "vine": _rule("vine"), "rae": _rule("rae"),
-               "constant": _rule("constant", value=0.5), "hierarchy": _rule("hierarchy"), "pass_at_k": _rule("pass_at_k", k=2),
-               "gdpo": _rule("gdpo", rewards={"REWARD": 1.0})},
-    "reward": {"own": {}, "mix": {"reward.alpha": 0.5, "reward.mode": "convex"}, "difference": {"reward.difference": 0.5},
-               "ramp": {"reward.turn_shaping": "ramp"}, "discount": {"reward.turn_shaping": "discount", "reward.gamma": 0.5},
-               "overlong": {"reward.overlong_buffer": 3, "reward.overlong_penalty": 0.5},
-               "invalid": {"reward.invalid_cost": 0.5}, "threshold": {"reward.threshold": 0.5}},
-    "policies": {"shared": {}, "adapters": {"policy_sharing": "lora_per_actor"},
-                 "models": {"policy_sharing": "model_per_actor", "policies.default.optimizer": {"lr": 1e-3}},
-                 "frozen": {"policies.ice": {"path": "tiny", "trainable": False}, "actors.FIRST.policy": "ice"}},
-    "teacher": {"none": {}, "model": _teacher(coef=0.5), "top_k": _teacher(top_k=3), "reward": _teacher(reward=True),
-                "self": {"actors.LAST.teacher": "default", "distill.hint": "best"}},
-    "loss": {"clip": {}, "gspo": {"loss.type": "gspo"}, "cispo": {"loss.type": "cispo"}, "reinforce": {"loss.type": "reinforce"},
-             "kl-cov": {"loss.type": "kl-cov"}, "dppo": {"loss.type": "dppo"}, "dro": {"loss.type": "dro", "loss.options": {"beta": 0.1}}},
-    "aggregation": {"tokens": {}, "rows": {"loss.aggregation": "seq-mean-token-mean"},
-                    "norm": {"loss.aggregation": "seq-mean-token-sum-norm", "loss.max_length": 16}, "actors": {"loss.aggregation": "agent-mean"}},
-    "kl": {"none": {}, "loss": _kl(estimator="k2", importance_weighted=True), "reward": _kl(apply_to="reward"),
-           "target": _kl(target=0.01, horizon=10), "refresh": _kl(refresh_every=1), "other": _kl() | {"policies.default.reference": "tiny"}},
-    "entropy": {"none": {}, "coefficient": {"loss.entropy_coef": 0.01},
-                "target": {"loss.entropy_coef": 0.01, "loss.entropy_target": 2.0, "loss.entropy_step": 0.01}},
-    "baseline": {"credit": {}, "critic": {"loss.critic.lr": 0.01, "loss.critic.lam": 0.9}, "token": {"loss.baseline": "optimal_token"}},
-    "masks": {"none": {}, "rejection": {"loss.masks.rejection": {"seq-mean-k1": [0.5, 2.0]}, "update.old_logprobs": "recompute"},
-              "drift": {"loss.masks.off_policy": 0.1, "loss.masks.second_moment": 0.001}, "entropy": {"loss.masks.top_entropy": 0.4}},
+    "tree": {
+        "none": {},
+        "first": _tree(),
+        "best": _tree(select="best", score_by="return"),
+        "mixed": _tree(select="mixed", best_share=0.7, branch_at=["LAST"]),
+        "sample": _tree(select="sample", temperature=0.5),
+        "all": _tree(select="none"),
+        "beam": _tree(beam_width=2),
+        "playouts": _tree(select="best", score_by="value", playouts=1),
+    },
+    "credit": {
+        "task": {},
+        "grpo": _rule("grpo"),
+        "at_grpo": _rule("at_grpo"),
+        "gigpo": _rule("gigpo"),
+        "reinforce_pp": _rule("reinforce_pp"),
+        "vine": _rule("vine"),
+        "rae": _rule("rae"),
+        "constant": _rule("constant", value=0.5),
+        "hierarchy": _rule("hierarchy"),
+        "pass_at_k": _rule("pass_at_k", k=2),
+        "gdpo": _rule("gdpo", rewards={"REWARD": 1.0}),
+    },
+    "reward": {
+        "own": {},
+        "mix": {"reward.alpha": 0.5, "reward.mode": "convex"},
+        "difference": {"reward.difference": 0.5},
+        "ramp": {"reward.turn_shaping": "ramp"},
+        "discount": {"reward.turn_shaping": "discount", "reward.gamma": 0.5},
+        "overlong": {"reward.overlong_buffer": 3, "reward.overlong_penalty": 0.5},
+        "invalid": {"reward.invalid_cost": 0.5},
+        "threshold": {"reward.threshold": 0.5},
+    },
+    "policies": {
+        "shared": {},
+        "adapters": {"policy_sharing": "lora_per_actor"},
+        "models": {"policy_sharing": "model_per_actor", "policies.default.optimizer": {"lr": 1e-3}},
+        "frozen": {"policies.ice": {"path": "tiny", "trainable": False}, "actors.FIRST.policy": "ice"},
+    },
+    "teacher": {
+        "none": {},
+        "model": _teacher(coef=0.5),
+        "top_k": _teacher(top_k=3),
+        "reward": _teacher(reward=True),
+        "self": {"actors.LAST.teacher": "default", "distill.hint": "best"},
+    },
+    "loss": {
+        "clip": {},
+        "gspo": {"loss.type": "gspo"},
+        "cispo": {"loss.type": "cispo"},
+        "reinforce": {"loss.type": "reinforce"},
+        "kl-cov": {"loss.type": "kl-cov"},
+        "dppo": {"loss.type": "dppo"},
+        "dro": {"loss.type": "dro", "loss.options": {"beta": 0.1}},
+    },
+    "aggregation": {
+        "tokens": {},
+        "rows": {"loss.aggregation": "seq-mean-token-mean"},
+        "norm": {"loss.aggregation": "seq-mean-token-sum-norm", "loss.max_length": 16},
+        "actors": {"loss.aggregation": "agent-mean"},
+    },
+    "kl": {
+        "none": {},
+        "loss": _kl(estimator="k2", importance_weighted=True),
+        "reward": _kl(apply_to="reward"),
+        "target": _kl(target=0.01, horizon=10),
+        "refresh": _kl(refresh_every=1),
+        "other": _kl() | {"policies.default.reference": "tiny"},
+    },
+    "entropy": {
+        "none": {},
+        "coefficient": {"loss.entropy_coef": 0.01},
+        "target": {"loss.entropy_coef": 0.01, "loss.entropy_target": 2.0, "loss.entropy_step": 0.01},
+    },
+    "baseline": {
+        "credit": {},
+        "critic": {"loss.critic.lr": 0.01, "loss.critic.lam": 0.9},
+        "token": {"loss.baseline": "optimal_token"},
+    },
+    "masks": {
+        "none": {},
+        "rejection": {"loss.masks.rejection": {"seq-mean-k1": [0.5, 2.0]}, "update.old_logprobs": "recompute"},
+        "drift": {"loss.masks.off_policy": 0.1, "loss.masks.second_moment": 0.001},
+        "entropy": {"loss.masks.top_entropy": 0.4},
+    },
     "observations": {"no": {}, "yes": {"loss.observations": 0.05}},
-    "correction": {"none": {}, "row": {"loss.importance_correction": {"level": "sequence", "cap": 2.0, "bounds": [0.1, 10.0]},
-                                       "update.old_logprobs": "recompute"}},
+    "correction": {
+        "none": {},
+        "row": {
+            "loss.importance_correction": {"level": "sequence", "cap": 2.0, "bounds": [0.1, 10.0]},
+            "update.old_logprobs": "recompute",
+        },
+    },
     "updates": {"one": {}, "several": {"update.ppo_epochs": 2, "update.num_minibatches": 2}},
-    "layout": {"auto": {}, "trie": {"update.sequence_layout": "trie"}, "packed": {"update.sequence_layout": "packed"},
-               "padded": {"update.sequence_layout": "padded", "update.micro_batch_tokens": 64}},
+    "layout": {
+        "auto": {},
+        "trie": {"update.sequence_layout": "trie"},
+        "packed": {"update.sequence_layout": "packed"},
+        "padded": {"update.sequence_layout": "padded", "update.micro_batch_tokens": 64},
+    },
     "dtype": {"float32": {}, "bfloat16": {"policies.default.dtype": "bfloat16"}},
     "memory": {"all": {}, "recomputed": {"policies.default.gradient_checkpointing": True}},
     "dropout": {"off": {}, "on": {"policies.default.dropout": True}},
-    "optimizer": {"plain": {}, "schedule": {"update.schedule": "linear", "update.min_lr_ratio": 0.1, "update.warmup": 1, "update.weight_decay": 0.1,
-                                            "update.betas": [0.8, 0.9], "update.max_grad_norm": 0.5}},
-    "loop": {"sync": {}, "ahead": {"loop.max_staleness": 1, "loop.deterministic": True},
-             "clock": {"loop.max_staleness": 1, "loop.in_flight_updates": True, "rollout.oversample": 1.5}},
-    "filter": {"all": {"filter.drop_zero_advantage": False}, "zero": {"filter.drop_zero_advantage": True}, "cut": {"filter.drop_truncated": True},
-               "long": {"filter.max_length": 60}, "draws": {"filter.dynamic_sampling_rounds": 1}},
-    "curriculum": {"task": {}, "learnability": {"curriculum.sampling": "learnability", "curriculum.pool": 8, "curriculum.uniform": 0.5,
-                                                "curriculum.window": 4}},
-    "phases": {"none": {}, "two": {"phases": [{"train": ["FIRST_POLICY"], "steps": 1}, {"train": ["LAST_POLICY"], "steps": 1}]}},
-    "validation": {"none": {}, "every": {"eval.every": 1, "checkpoint.keep_best": True, "eval.patience": 5},
-                   "parts": {"eval.every": 1, "eval.ablate": True}, "solved": {"eval.exploitability_every": 1}},
+    "optimizer": {
+        "plain": {},
+        "schedule": {
+            "update.schedule": "linear",
+            "update.min_lr_ratio": 0.1,
+            "update.warmup": 1,
+            "update.weight_decay": 0.1,
+            "update.betas": [0.8, 0.9],
+            "update.max_grad_norm": 0.5,
+        },
+    },
+    "loop": {
+        "sync": {},
+        "ahead": {"loop.max_staleness": 1, "loop.deterministic": True},
+        "clock": {"loop.max_staleness": 1, "loop.in_flight_updates": True, "rollout.oversample": 1.5},
+    },
+    "filter": {
+        "all": {"filter.drop_zero_advantage": False},
+        "zero": {"filter.drop_zero_advantage": True},
+        "cut": {"filter.drop_truncated": True},
+        "long": {"filter.max_length": 60},
+        "draws": {"filter.dynamic_sampling_rounds": 1},
+    },
+    "curriculum": {
+        "task": {},
+        "learnability": {
+            "curriculum.sampling": "learnability",
+            "curriculum.pool": 8,
+            "curriculum.uniform": 0.5,
+            "curriculum.window": 4,
+        },
+    },
+    "phases": {
+        "none": {},
+        "two": {"phases": [{"train": ["FIRST_POLICY"], "steps": 1}, {"train": ["LAST_POLICY"], "steps": 1}]},
+    },
+    "validation": {
+        "none": {},
+        "every": {"eval.every": 1, "checkpoint.keep_best": True, "eval.patience": 5},
+        "parts": {"eval.every": 1, "eval.ablate": True},
+        "solved": {"eval.exploitability_every": 1},
+    },
     "episodes": {"whole": {}, "saved": {"checkpoint.save_running_episodes": True}},
     "record": {"full": {}, "short": {"log.record_for_replay": False}},
     "limit": {"steps": {}, "tokens": {"max_sampled_tokens": 10_000}, "seconds": {"max_seconds": 600.0}},
     "league": {"none": {}, "past": {"league": {"share": 0.5, "every": 1, "size": 2, "opponents_per_step": 1}}},
-    "signals": {"none": {}, "watched": {"health.window": 2, "health.signals": {"entropy": {}, "distinct": {"threshold": 0.01}}}},
+    "signals": {
+        "none": {},
+        "watched": {"health.window": 2, "health.signals": {"entropy": {}, "distinct": {"threshold": 0.01}}},
+    },
     "start": {"cold": {}, "warm": {"warm_start": {"steps": 1, "batch_size": 4, "lr": 1e-3}}},
     "privacy": {"no": {}, "checked": {"rollout.check_private": True}},
     "sampling": {"plain": {}, "cooler": {"rollout.temperature": 0.8, "rollout.max_concurrency_per_actor": {"LAST": 2}}},
-}  # fmt: skip
+}
 
 BASE: Fragment = {
-    "seed": 1, "threads": 1, "steps": 2, "device": "cpu", "policies.default.path": "tiny", "rollout.prompts_per_step": 2,
-    "rollout.group_size": 2, "rollout.max_concurrency": 8, "update.lr": 1e-3, "eval.num_prompts": 1, "log.progress": False,
-    "log.rollouts_per_step": 100, "health.start_questions": 0, "checkpoint.every": 1, "checkpoint.minutes": 0, "checkpoint.keep_last": 5,
-}  # fmt: skip
+    "seed": 1,
+    "threads": 1,
+    "steps": 2,
+    "device": "cpu",
+    "policies.default.path": "tiny",
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 2,
+    "rollout.max_concurrency": 8,
+    "update.lr": 1e-3,
+    "eval.num_prompts": 1,
+    "log.progress": False,
+    "log.rollouts_per_step": 100,
+    "health.start_questions": 0,
+    "checkpoint.every": 1,
+    "checkpoint.minutes": 0,
+    "checkpoint.keep_last": 5,
+}
 
 ELSEWHERE = {
-    "where and with what a run computes": ("run_dir", "code", "resume", "rollout.max_batch_rows", "rollout.max_tokens", "gateway"),
-    "a GPU, several processes or a server": ("rollout.client", "rollout.vllm", "rollout.server", "learner", "sharding", "cluster"),
+    "where and with what a run computes": (
+        "run_dir",
+        "code",
+        "resume",
+        "rollout.max_batch_rows",
+        "rollout.max_tokens",
+        "gateway",
+    ),
+    "a GPU, several processes or a server": (
+        "rollout.client",
+        "rollout.vllm",
+        "rollout.server",
+        "learner",
+        "sharding",
+        "cluster",
+    ),
     "a task with levels": ("curriculum.gate",),
     "a mixture of experts": ("rollout.routing_replay",),
     "limits that no tiny run reaches": (
-        "rollout.timeout", "rollout.answer_timeout", "rollout.failure_threshold", "update.max_nonfinite_updates",
-        "eval.target_success", "eval.hold", "health.start_samples",
+        "rollout.timeout",
+        "rollout.answer_timeout",
+        "rollout.failure_threshold",
+        "update.max_nonfinite_updates",
+        "eval.target_success",
+        "eval.hold",
+        "health.start_samples",
     ),
     "several tasks": ("loss.by_task",),
     "tests of their own walk over them": ("warm_start", "league", "policies.NAME.lora", "tasks.NAME"),
     "other programs read them": ("log.tensorboard", "log.wandb", "log.wandb_mode", "log.prometheus"),
-}  # fmt: skip
+}
 """Sections and keys that no feature sets, by reason."""
 
 
@@ -130,8 +267,13 @@ def config_of(row: dict[str, str]) -> dict[str, Any]:
     task = FEATURES["task"][chosen["task"]].get("task", "")
     first, last = FIRST.get(task, "solver"), LAST.get(task, "checker")
     one_each = chosen["policies"] in ("adapters", "models")
-    words = {"FIRST": first, "LAST": last, "REWARD": REWARDS.get(chosen["task"], "right"), "FIRST_POLICY": first if one_each else "default",
-             "LAST_POLICY": last if one_each else "default"}  # fmt: skip
+    words = {
+        "FIRST": first,
+        "LAST": last,
+        "REWARD": REWARDS.get(chosen["task"], "right"),
+        "FIRST_POLICY": first if one_each else "default",
+        "LAST_POLICY": last if one_each else "default",
+    }
     config: dict[str, Any] = {}
     for fragment in (BASE, *(FEATURES[name][value] for name, value in chosen.items())):
         for key, value in fragment.items():
@@ -148,7 +290,11 @@ def _named(value: Any, words: dict[str, str]) -> Any:
     if isinstance(value, dict):
         return {words.get(key, key): _named(each, words) for key, each in value.items()}
     if isinstance(value, list):
-        return list(dict.fromkeys(words.get(v, v) for v in value)) if all(isinstance(v, str) for v in value) else [_named(v, words) for v in value]
+        return (
+            list(dict.fromkeys(words.get(v, v) for v in value))
+            if all(isinstance(v, str) for v in value)
+            else [_named(v, words) for v in value]
+        )
     return words.get(value, value) if isinstance(value, str) else value
 
 
@@ -215,7 +361,8 @@ async def agent(question, models):
     said = []
     for name in ("solver", "checker", "solver"):
         create = models[name].async_openai_client().chat.completions.create
-        said.append((await create(model=name, messages=[{"role": "user", "content": str(question)}])).choices[0].message.content or "")
+        answer = await create(model=name, messages=[{"role": "user", "content": str(question)}])
+        said.append(answer.choices[0].message.content or "")
     return sum(map(len, said)) / 40 + said[-1].count("e") / 4
 '''
 """A module that rows name, written to a folder on the path."""

@@ -1,7 +1,7 @@
-"""Every two settings of different features in one tiny run: what the package accepts trains, with the invariants of all runs.
+"""Every two settings of different features in one tiny run: what the package accepts trains, with all invariants.
 
-:mod:`.features` is the table. `allpairspy` makes rows that hold every pair. Settings that the package refuses beside others
-leave their row; each pair that is then in no row is tried alone, and is refused too or gets a row.
+:mod:`.features` is the table. `allpairspy` makes rows that hold every pair. Settings that the package refuses beside
+others leave their row; each pair that is then in no row is tried alone, and is refused too or gets a row.
 """
 
 from __future__ import annotations
@@ -246,17 +246,29 @@ def test_each_value_alone_is_accepted_beside_some_task() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"credit": "gdpo", "kl": "reward"}, "'loss.kl.apply_to' = 'reward': has no effect, as advantages of the rule 'gdpo'"),
-        ({"credit": "constant", "kl": "reward"}, "'loss.kl.apply_to' = 'reward': has no effect, as advantages of the rule"),
+        (
+            {"credit": "gdpo", "kl": "reward"},
+            "'loss.kl.apply_to' = 'reward': has no effect, as advantages of the rule 'gdpo'",
+        ),
+        (
+            {"credit": "constant", "kl": "reward"},
+            "'loss.kl.apply_to' = 'reward': has no effect, as advantages of the rule",
+        ),
         ({"credit": "constant", "reward": "mix"}, "'reward.alpha' = 0.5: has no effect, as advantages of the rule"),
         ({"teacher": "model", "policies": "frozen", "kl": "reward"}, "learn from their teachers alone"),
-        ({"teacher": "top_k", "policies": "frozen", "baseline": "critic"}, "'loss.critic': has no effect, as all actors"),
-        ({"teacher": "model", "policies": "frozen", "baseline": "token"}, "'loss.baseline' = 'optimal_token': has no effect"),
-        ({"task": "agent", "tree": "first"}, "'rollout.tree.select' = 'unset': episode 'pair_tasks:agent' gives single"),
+        (
+            {"teacher": "top_k", "policies": "frozen", "baseline": "critic"},
+            "'loss.critic': has no effect, as all actors",
+        ),
+        ({"teacher": "model", "policies": "frozen", "baseline": "token"}, "'loss.baseline': has no effect"),
+        (
+            {"task": "agent", "tree": "first"},
+            "'rollout.tree.select' = 'unset': episode 'pair_tasks:agent' gives single",
+        ),
         ({"policies": "adapters", "kl": "refresh"}, "the reference of the adapter 'policies.solver' is its base"),
-        ({"baseline": "critic", "layout": "padded"}, "'update.sequence_layout' = 'padded': expected another one"),
+        ({"baseline": "critic", "layout": "padded"}, "'update.sequence_layout' = 'padded': a value head"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_mean_nothing_together_are_refused(row: Row, words: str) -> None:
     assert words in refusal(row)
 

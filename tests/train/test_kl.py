@@ -14,8 +14,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.kl import KLPenalty, adapted
-from turnwise.train.terms.registry import teachers_replace_rewards
-from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
 from turnwise.types import Sample

@@ -193,7 +193,7 @@ def test_a_port_in_use_is_a_clear_error_before_a_run_trains(config, tmp_path, po
     assert "\n" not in message and "'log.prometheus'" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ImportError, match=r"turnwise\[metrics\]"):
+    with pytest.raises(ImportError, match=r"turnwise\[logging\]"):
         open_writers(config)
 
 

@@ -37,8 +37,8 @@ def test_only_the_writers_that_are_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("module", "log", "extra"),
     [
-        ("torch.utils.tensorboard", {"tensorboard": True}, r"turnwise\[tensorboard\]"),
-        ("wandb", {"wandb": "sudoku"}, r"turnwise\[wandb\]"),
+        ("torch.utils.tensorboard", {"tensorboard": True}, r"turnwise\[logging\]"),
+        ("wandb", {"wandb": "sudoku"}, r"turnwise\[logging\]"),
     ],
 )
 def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch, module, log, extra):

@@ -229,7 +229,7 @@ class Arena(ArenaSetup):
         if self.filters.dynamic_sampling_rounds:
             metrics |= describe_draws(results, samples)
         if self.labels is not None:
-            metrics |= self.labels.weigh(samples, results)
+            metrics |= self.labels.count(samples, results)
         batch = rows.pack(samples, drops, metrics, self.credit)
         if self.check_private:
             check_batch(batch, results)

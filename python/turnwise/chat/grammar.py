@@ -308,7 +308,7 @@ def _vocabulary_of(tokenizer: Any) -> Any:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise GrammarError(
-                "gateway.structured = \"constrained\" needs llguidance: pip install 'turnwise[structured]'"
+                "gateway.structured = \"constrained\" needs llguidance: pip install 'turnwise[gateway]'"
             ) from error
         try:
             _tokenizers[tokenizer] = from_tokenizer(tokenizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -217,11 +216,4 @@ def build_rule(
     without ``methods``.
     """
     rule = import_class(registry, name, key, methods=methods, like="turnwise.credit.Credit")
-    gone = "include_truncated"
-    if gone in options and callable(rule) and gone not in inspect.signature(rule).parameters:
-        raise ValueError(
-            f"config key '{options_key}.{gone}' = {options[gone]!r}: this option is gone: completions that ran into "
-            "their token limit now always count with their reward. Delete the key; to keep them out of the loss, set "
-            "filter.drop_truncated = true"
-        )
     return build_with_options(rule, options, options_key)

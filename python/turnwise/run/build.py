@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from turnwise.arena import Arena, Distillation, Filters, OverlongPenalty
 from turnwise.arena.task_labels import SUCCESS, TASK
@@ -32,7 +32,7 @@ from turnwise.run.clients import build_client
 from turnwise.run.models import check_critic, check_routing
 from turnwise.run.parts import build_callbacks, build_curriculum
 from turnwise.run.policy_sharing import own_bases
-from turnwise.run.ranks import rank_problems, shard
+from turnwise.run.ranks import shard
 from turnwise.run.start import run_warm_start, starting_questions
 from turnwise.run.tinker import build_remote, export_adapters, is_remote
 from turnwise.run.workers.attach import attach_workers
@@ -200,7 +200,7 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     """Train the run of ``config`` on one of the ranks after the first, until rank 0 is done."""
     _prepare_torch(config)
     task = task_of(config)
-    config, actors, tokenizer, _ = check_config(config, task, warm=False)
+    config, actors, tokenizer, _ = check_config(config, task, warm=False, note=lambda _: None)
     # All weights are rank 0's, so here they are not even read.
     models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
@@ -224,17 +224,21 @@ def build_run(
     # Check everything before loading a model.
     task = task_of(config)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
+    kept: list[str] = []
     config, actors, tokenizer, rows = check_config(
-        config, task, warm=bool(config.warm_start.steps) and warm and not resumes
+        config,
+        task,
+        warm=bool(config.warm_start.steps) and warm and not resumes,
+        note=kept.append if trains else None,
     )
-    if mesh is not None and (problems := rank_problems(config, mesh.size(), task.episodes().values())):
-        raise ConfigError("\n".join(problems))
     if trains:
         check_questions(config, task)
         if config.steps and not any(policy.trainable for policy in config.policies.values()):
             raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
+    for line in kept:
+        log.note(line)
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
@@ -377,8 +381,7 @@ def arena_for_client(
         arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
     arena.marks_observations = "observation_mask" in columns_of(config.loss)
     if isinstance(task, SeveralTasks):
-        balance: Literal["rows", "tokens"] = "rows" if config.loss.aggregation.startswith("seq-") else "tokens"
-        arena.labels = replace(task.labels(), balance=balance if config.loss.by_task else None)
+        arena.labels = task.labels()
         arena.teams = task.teams(actors)
         mixes = {name: one.reward.of_mix() for name, (one, _) in parts_of(config, task).items()}
         arena.rewards_by_type = {kind: mixes[name] for kind, name in task.part_of_type().items()}

@@ -28,9 +28,6 @@ Split = Literal["train", "validation", "eval"]
 # The hash of a question's text decides its split, so no seed or count can move it to another: 8 parts train.
 SPLIT_OF_RESIDUE: tuple[Split, ...] = ("eval", "validation", *("train",) * 8)
 
-REWARD_KEYS = ("alpha", "mode", "invalid_cost")
-"""Keys of a config's ``[reward]`` that some tasks had as options."""
-
 QUESTIONS = 200
 """Default number of held-out questions, if the task has as many."""
 
@@ -165,8 +162,6 @@ class TaskOptions(BaseModel):
     def _reject_unknown(cls, values: Any) -> Any:
         for name in values if isinstance(values, dict) else ():
             if name not in cls.model_fields:
-                if name in REWARD_KEYS:
-                    raise ValueError(f"unknown option {name!r}: it is a key of every task, expected reward.{name}")
                 raise ValueError(f"unknown option {name!r}; {did_you_mean(str(name), list(cls.model_fields))}")
         return values
 

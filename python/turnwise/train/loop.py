@@ -130,7 +130,7 @@ class Trainer:
                 "config key 'eval.ablate' = true: expected the validation set's ablations, as in "
                 "EvalSet(requests, metric, ablations=...)"
             )
-        self._written_config = config
+        self._run_dir = config.run_dir
         config = config.model_copy(update={"run_dir": config.run_dir.absolute()})  # user code may change the folder
         self.arena, self.policies, self.config, self.validation = arena, policies, config, validation
 
@@ -220,7 +220,8 @@ class Trainer:
             self.log.note(self.lock.note)
         keep_their_rows(self)
         saved_arena = resume_run(self)
-        replace_text(self.config.run_dir / CONFIG_FILE, to_toml(self._written_config))
+        written = self.config.model_copy(update={"run_dir": self._run_dir})
+        replace_text(self.config.run_dir / CONFIG_FILE, to_toml(written))
         await self.sync_weights()
         self._saved_at = time.monotonic()
         for name, callback in self.callbacks.items():

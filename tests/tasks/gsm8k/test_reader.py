@@ -132,5 +132,5 @@ def test_parquet_and_saved_datasets_are_read_as_folders(tmp_path, monkeypatch):
 
 def test_without_the_package_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'turnwise\[datasets\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'turnwise\[tasks\]'"):
         read_dataset("openai/gsm8k", "main", "train")

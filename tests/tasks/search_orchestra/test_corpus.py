@@ -141,7 +141,7 @@ def test_what_is_missing_is_named(monkeypatch):
     with pytest.raises(ValueError, match="passages"):
         SearchIndex([])
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ImportError, match=r"pip install 'turnwise\[search\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'turnwise\[tasks\]'"):
         SearchIndex([RIVER])
 
 

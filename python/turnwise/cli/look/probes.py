@@ -1,23 +1,18 @@
-"""The checks of ``turnwise doctor`` that import a package: each uses it once and describes what it did.
+"""The checks of ``turnwise doctor`` that compute: torch, and turnwise's ops on every backend and device.
 
-Every probe runs in its own process (``python -m turnwise.cli.look.probes NAME``), because some packages take seconds to
-import, hang, or break others. If a probe raises, the part does not work.
+Every probe runs in its own process (``python -m turnwise.cli.look.probes NAME``), because torch takes seconds to
+import. If a probe raises, the part does not work.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import io
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 Status = Literal["ok", "missing", "broken"]
 
@@ -35,9 +30,6 @@ class DoctorRow:
     remedy: str = ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# torch, and turnwise's own ops
-# ---------------------------------------------------------------------------------------------------------------------
 def use_torch() -> list[DoctorRow]:
     """Compute a gradient on the CPU, and multiply matrices on every GPU."""
     import torch
@@ -127,175 +119,7 @@ def check_cuda(extension: ModuleType, launch: Callable[[int], None]) -> DoctorRo
     return DoctorRow("turnwise CUDA", status, f"{built}; {', '.join(names)}", remedy if problems else "")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Packages: each function returns a description of what it did
-# ---------------------------------------------------------------------------------------------------------------------
-def use_numpy() -> str:
-    import numpy
-
-    assert numpy.arange(4).sum() == 6
-    return "added numbers"
-
-
-def use_transformers() -> str:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    size: dict[str, Any] = {
-        "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "num_key_value_heads": 1,
-    }  # fmt: skip
-    logits = LlamaForCausalLM(LlamaConfig(**size))(torch.tensor([[1, 2, 3]])).logits
-    assert logits.shape == (1, 3, 16) and logits.isfinite().all()
-    return "ran a small Llama"
-
-
-def use_tokenizers() -> str:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    assert Tokenizer(WordLevel({"word": 3}, unk_token="word")).encode("word").ids == [3]
-    return "encoded a word"
-
-
-def use_safetensors() -> str:
-    import numpy
-    from safetensors.numpy import load, save
-
-    assert load(save({"a": numpy.ones(3)}))["a"].sum() == 3
-    return "saved and loaded a tensor"
-
-
-def use_pydantic() -> str:
-    from pydantic import TypeAdapter
-
-    assert TypeAdapter(int).validate_python("3") == 3
-    return "validated a number"
-
-
-def use_rich() -> str:
-    from rich.console import Console
-
-    file = io.StringIO()
-    Console(file=file).print("[bold]text[/]")
-    assert file.getvalue() == "text\n"
-    return "printed a line"
-
-
-def use_triton() -> str:
-    """Compile a kernel of turnwise for an H100, without a GPU; the row ``ops: triton`` shows if kernels run here."""
-    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
-    from triton.backends.compiler import GPUTarget
-
-    from turnwise.ops.advantage.triton import COMPILE_CASES
-
-    assert COMPILE_CASES[0].compile(GPUTarget("cuda", 90, 32)).asm["cubin"]
-    return "compiled a kernel for an H100"
-
-
-def use_aiohttp() -> str:
-    from aiohttp import ClientSession, web
-
-    async def request() -> str:
-        async def answer(_: web.Request) -> web.Response:
-            return web.Response(text="hello")
-
-        app = web.Application()
-        app.router.add_get("/", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with ClientSession() as session, session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/") as response:
-            text = await response.text()
-        await runner.cleanup()
-        return text
-
-    assert asyncio.run(request()) == "hello"
-    return "served and requested a page"
-
-
-def use_vllm() -> str:
-    from turnwise.inference.vllm.worker import vllm_or_raise
-
-    vllm_or_raise()
-    import vllm
-
-    assert vllm.SamplingParams(max_tokens=3).max_tokens == 3
-    return "imported the engine and made sampling parameters; no model was loaded"
-
-
-def use_peft() -> str:
-    import torch
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(r=2, target_modules=["0"]))
-    assert model(torch.ones(1, 4)).shape == (1, 4)
-    return "ran an adapter"
-
-
-def use_tensorboard() -> str:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with tempfile.TemporaryDirectory() as folder:
-        with SummaryWriter(folder) as writer:
-            writer.add_scalar("a", 1.0, 0)
-        assert any(path.stat().st_size for path in Path(folder).iterdir())
-    return "wrote an event file"
-
-
-def use_wandb() -> str:
-    import wandb
-
-    with tempfile.TemporaryDirectory() as folder:
-        run = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True))
-        run.log({"a": 1})
-        run.finish()
-        assert any(Path(folder).rglob("*.wandb"))
-    return "logged an offline run"
-
-
-def use_matplotlib() -> str:
-    from matplotlib.figure import Figure
-
-    file = io.BytesIO()
-    figure = Figure()
-    figure.subplots().plot([1, 2])
-    figure.savefig(file, format="png")
-    assert file.getvalue().startswith(b"\x89PNG")
-    return "drew a curve"
-
-
-def use_bm25s() -> str:
-    import bm25s
-
-    index = bm25s.BM25()
-    index.index(bm25s.tokenize(["red fox", "blue whale"], show_progress=False), show_progress=False)
-    found, _ = index.retrieve(bm25s.tokenize(["whale"], show_progress=False), k=1, show_progress=False)
-    assert found[0][0] == 1
-    return "found a document"
-
-
-def use_datasets() -> str:
-    from datasets import Dataset
-
-    assert Dataset.from_dict({"a": [1, 2]})[1] == {"a": 2}
-    return "read a row"
-
-
-def probe_of(name: str) -> Callable[[], Any]:
-    """Return the probe of a package, here or in ``peer_probes``."""
-    from turnwise.cli.look import peer_probes
-
-    here = sys.modules[__name__]
-    found: Callable[[], Any] = getattr(here if hasattr(here, f"use_{name}") else peer_probes, f"use_{name}")
-    return found
-
-
-def main(name: str) -> None:
-    """Run the probe ``name`` and print its sentence, or its rows, as JSON in the last line."""
-    found = probe_of(name)()
-    print(json.dumps(found if isinstance(found, str) else [asdict(check) for check in found]))
-
+PROBES = {"torch": use_torch, "ops": use_ops}
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps([asdict(check) for check in PROBES[sys.argv[1]]()]))

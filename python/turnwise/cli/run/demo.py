@@ -334,7 +334,7 @@ def plot(curves: Mapping[str, Mapping[str, Path]], path: Path) -> str:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "not drawn: matplotlib is missing; pip install 'turnwise[plot]'"
+        return "not drawn: matplotlib is missing; pip install 'turnwise[logging]'"
     figure = Figure(figsize=(5 * len(curves), 4), layout="constrained")
     for axes, (task, folders) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         for name, folder in folders.items():

@@ -233,7 +233,7 @@ def aiohttp_or_raise() -> Any:
         import aiohttp
     except ImportError as error:
         raise ImportError(
-            f"clients of servers need aiohttp, which doesn't import here ({error}): pip install 'turnwise[server]'"
+            f"clients of servers need aiohttp, which doesn't import here ({error}): pip install 'turnwise[gateway]'"
         ) from error
     return aiohttp
 

@@ -73,7 +73,7 @@ def read_dataset(name: str, subset: str | None, split: str) -> list[GSM8KQuestio
     try:
         import datasets
     except ImportError:
-        raise ImportError("datasets of the hub need another package: pip install 'turnwise[datasets]'") from None
+        raise ImportError("datasets of the hub need another package: pip install 'turnwise[tasks]'") from None
     questions = []
     try:
         if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):  # of save_to_disk

@@ -200,7 +200,7 @@ class SearchIndex:
         try:
             import bm25s
         except ImportError:
-            raise ImportError("search needs bm25s: pip install 'turnwise[search]'") from None
+            raise ImportError("search needs bm25s: pip install 'turnwise[tasks]'") from None
         if not passages:
             raise ValueError("passages=(): expected at least one")
         self.passages = tuple(passages)

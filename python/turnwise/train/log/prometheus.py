@@ -46,7 +46,7 @@ class Prometheus:
         try:
             import prometheus_client  # noqa: F401
         except ImportError as error:
-            raise ImportError("log.prometheus needs prometheus_client: pip install 'turnwise[metrics]'") from error
+            raise ImportError("log.prometheus needs prometheus_client: pip install 'turnwise[logging]'") from error
         assert config.log.prometheus is not None
         self._address, self._planned = config.log.prometheus, config.steps
         self._policies, self._actors = set(config.policies), set[str]()

@@ -29,7 +29,7 @@ class WandB:
         try:
             import wandb  # noqa: F401
         except ImportError as error:
-            raise ImportError("log.wandb needs wandb: pip install 'turnwise[wandb]'") from error
+            raise ImportError("log.wandb needs wandb: pip install 'turnwise[logging]'") from error
         self.folder, self.project, self.mode, self.config = folder, project, mode, dict(config or {})
         self._run: Any = None
         self._id, self._last, self._shift = "", -1, 0

@@ -90,7 +90,7 @@ class TensorBoard:
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
-            raise ImportError("log.tensorboard needs tensorboard: pip install 'turnwise[tensorboard]'") from error
+            raise ImportError("log.tensorboard needs tensorboard: pip install 'turnwise[logging]'") from error
         self.folder = folder
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None

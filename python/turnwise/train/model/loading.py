@@ -22,7 +22,7 @@ from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.inference.common.routed_experts import experts_of
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
-from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
+from turnwise.train.config.policies import LoraConfig, PolicyConfig, sharing, steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.export import check_savable
@@ -113,20 +113,6 @@ def load_models(
                 raise ConfigError(f"config key 'policies.{names[0]}.gradient_checkpointing' = True: {error}") from error
         models |= dict.fromkeys(names, model)
     return {name: models[name] for name in policies}
-
-
-def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> list[list[str]]:
-    """Group the names of ``policies`` that can share one copy of their weights.
-
-    These are adapters with the same path and dtype, and with ``share_frozen`` also frozen policies of that path and
-    dtype. A policy that trains all its weights is alone in its group.
-    """
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, settings in policies.items():
-        alone = settings.lora is None and (settings.trainable or not share_frozen)
-        key = (settings.path, settings.dtype, name) if alone else (settings.path, settings.dtype)
-        groups.setdefault(key, []).append(name)
-    return list(groups.values())
 
 
 def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, PolicyConfig]) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import optimal_token_baseline
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy
@@ -38,16 +38,15 @@ class OptimalTokenBaseline(Term):
     def is_on(self, config: LossConfig) -> bool:
         return config.baseline == "optimal_token"
 
-    def problems(self, config: TrainConfig) -> Iterator[str]:
-        if self.is_on(config.loss) and config.loss.critic is not None:
-            yield (
-                f"config key 'loss.baseline' = {config.loss.baseline!r}: expected 'credit' with loss.critic, whose "
-                "values are the baseline"
-            )
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        loss = run.config.loss
+        if self.is_on(loss) and loss.critic is not None:
+            why = "expected 'credit' with loss.critic, whose values are the baseline"
+            yield problem("loss.baseline", why, loss.baseline)
 
     def needing_rewards(self, config: LossConfig) -> Iterator[str]:
         if self.is_on(config):
-            yield f"config key 'loss.baseline' = {config.baseline!r}"
+            yield "loss.baseline"
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         if self.is_on(config):

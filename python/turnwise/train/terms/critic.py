@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.ops import gae, value_loss
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy
@@ -54,16 +54,17 @@ class Critic(Term):
     def is_on(self, config: LossConfig) -> bool:
         return config.critic is not None
 
-    def problems(self, config: TrainConfig) -> Iterator[str]:
-        if config.loss.critic is not None and config.update.sequence_layout == "padded":
-            yield (
-                "config key 'update.sequence_layout' = 'padded': expected another one with loss.critic, whose value "
-                "heads read packed rows"
-            )
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        if self.is_on(run.config.loss) and run.ranks > 1:
+            why = f"a value head trains in one process, not in {run.ranks}: expected no setting here"
+            yield problem("loss.critic", why)
+        if self.is_on(run.config.loss) and run.config.update.sequence_layout == "padded":
+            why = "a value head reads packed rows: expected another one with loss.critic"
+            yield problem("update.sequence_layout", why, "padded")
 
     def needing_rewards(self, config: LossConfig) -> Iterator[str]:
         if config.critic is not None:
-            yield "config section 'loss.critic'"
+            yield "loss.critic"
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         if config.critic is not None:

@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.terms.term import Added, Part, Term
 
@@ -30,15 +30,17 @@ class EntropyBonus(Term):
     needs = ENTROPIES
     coef: float | None = None
     """The adaptive coefficient, once it has changed."""
+    start: float | None = None
+    """The configured coefficient from which it has adapted."""
     last: float | None = None
     """The entropy of the last step, if the coefficient is adaptive."""
 
     def is_on(self, config: LossConfig) -> bool:
-        return bool(self.beside_advantage(config)) or bool(self.coef)
+        return bool(self.beside_advantage(config))
 
-    def problems(self, config: TrainConfig) -> Iterator[str]:
-        if config.loss.entropy_target is not None and config.loss.entropy_coef < 0:
-            yield "config key 'loss.entropy_target': needs loss.entropy_coef >= 0, from which it starts"
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        if run.config.loss.entropy_target is not None and run.config.loss.entropy_coef < 0:
+            yield problem("loss.entropy_target", "needs loss.entropy_coef >= 0, from which it starts")
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         if config.entropy_coef:
@@ -56,19 +58,24 @@ class EntropyBonus(Term):
 
     def coefficient(self, config: LossConfig) -> float:
         """Return the coefficient of the next step: the configured one until it has adapted."""
-        coef = config.entropy_coef if self.coef is None else self.coef
+        coef = self._adapted(config)
         if config.entropy_target is None or self.last is None:
             return coef
         return coef if self.last <= config.entropy_target else 0.0
+
+    def _adapted(self, config: LossConfig) -> float:
+        """Return the coefficient that has adapted to the present settings, or else the configured one."""
+        goes_on = config.entropy_target is not None and self.start == config.entropy_coef
+        return self.coef if goes_on and self.coef is not None else config.entropy_coef
 
     def adapt(self, entropy: float, config: LossConfig) -> None:
         """Adapt the coefficient to the ``entropy`` of the last step; without a target, or a number, it stays."""
         if config.entropy_target is None or not math.isfinite(entropy):
             return
-        coef = config.entropy_coef if self.coef is None else self.coef
+        coef = self._adapted(config)
         if entropy != config.entropy_target:
             coef += config.entropy_step if entropy < config.entropy_target else -config.entropy_step
-        self.coef, self.last = max(coef, 0.0), entropy
+        self.coef, self.start, self.last = max(coef, 0.0), config.entropy_coef, entropy
 
     def loss(self, read: Read, part: Part) -> Added | None:
         if not self.present or read.entropies_N is None:
@@ -82,7 +89,7 @@ class EntropyBonus(Term):
         return {"entropy_coef": self.present}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"entropy_coef": self.coef, "last_entropy": self.last}
+        return {"entropy_coef": self.coef, "entropy_start": self.start, "last_entropy": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.coef, self.last = state.get("entropy_coef"), state.get("last_entropy")
+        self.coef, self.start, self.last = state["entropy_coef"], state["entropy_start"], state["last_entropy"]

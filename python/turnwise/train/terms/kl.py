@@ -12,6 +12,7 @@ from torch import Tensor
 
 from turnwise.ops import KL
 from turnwise.samples.pack import pack
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import KLConfig, LossConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import Needs, Read
@@ -32,19 +33,22 @@ class KLTerm(Term):
     needs = Needs(reference=True)
     coef: float | None = None
     """The adaptive coefficient, once it has changed."""
+    start: float | None = None
+    """The configured coefficient from which it has adapted."""
 
     def is_on(self, config: LossConfig) -> bool:
         return config.kl.apply_to == "loss"
 
-    def problems(self, config: TrainConfig) -> Iterator[str]:
-        if config.loss.kl.target is not None and not config.loss.kl.coef:
-            yield "config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from"
-        if config.loss.kl.refresh_every is not None:
-            yield from _refresh_problems(config)
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        kl = run.config.loss.kl
+        if kl.target is not None and not kl.coef:
+            yield problem("loss.kl.target", "needs loss.kl.coef > 0, the coefficient that it starts from")
+        if kl.refresh_every is not None:
+            yield from _refresh_problems(run.config)
 
     def needing_rewards(self, config: LossConfig) -> Iterator[str]:
         if in_reward(config.kl):
-            yield "config key 'loss.kl.apply_to' = 'reward'"
+            yield "loss.kl.apply_to"
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         if config.kl.coef and self.is_on(config):
@@ -70,7 +74,13 @@ class KLTerm(Term):
 
     def coefficient(self, config: KLConfig) -> float:
         """Return the present coefficient: the configured one until it has adapted."""
-        return config.coef if self.coef is None else self.coef
+        goes_on = config.target is not None and self.start == config.coef
+        return self.coef if goes_on and self.coef is not None else config.coef
+
+    def adapt(self, kl: float, rows: int, config: KLConfig) -> None:
+        """Adapt the coefficient to the KL per token of ``rows`` rows."""
+        if config.target is not None:
+            self.coef, self.start = adapted(self.coefficient(config), kl, rows, config), config.coef
 
     def arguments(self, read: Read, part: Part) -> dict[str, Any]:
         return {"kl": self.kl, "ref_logprobs": read.reference_N}
@@ -78,14 +88,14 @@ class KLTerm(Term):
     def metrics(self, measured: Mapping[str, float], rows: int) -> dict[str, float]:
         if self.kl is None or "kl" not in measured:
             return {}
-        self.coef = adapted(self.present, measured["kl"], rows, self.config.kl)
+        self.adapt(measured["kl"], rows, self.config.kl)
         return {"kl_coef": self.present}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self.coef}
+        return {"kl_coef": self.coef, "kl_start": self.start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.coef = state["kl_coef"]
+        self.coef, self.start = state["kl_coef"], state["kl_start"]
 
 
 def adapted(coef: float, kl: float, samples: int, config: KLConfig) -> float:
@@ -102,17 +112,18 @@ def adapted(coef: float, kl: float, samples: int, config: KLConfig) -> float:
 
 def _refresh_problems(config: TrainConfig) -> Iterator[str]:
     """Yield the problems of ``loss.kl.refresh_every`` with other keys."""
-    key = "config key 'loss.kl.refresh_every'"
+    key = "loss.kl.refresh_every"
     if not config.loss.kl.coef:
-        yield f"{key}: needs loss.kl.coef > 0, without which there is no reference"
+        yield problem(key, "needs loss.kl.coef > 0, without which there is no reference")
     for name, policy in config.policies.items():
         if policy.trainable and policy.lora is not None:
-            yield (
-                f"{key}: the reference of the adapter 'policies.{name}' is its base without it, which has no weights "
-                "of its own: expected no lora"
+            yield problem(
+                key,
+                f"the reference of the adapter 'policies.{name}' is its base without it, which has no weights of its "
+                "own: expected no lora",
             )
         elif policy.trainable and policy.reference is not None:
-            yield f"{key}: expected no policies.{name}.reference, as its reference takes its weights"
+            yield problem(key, f"expected no policies.{name}.reference, as its reference takes its weights")
 
 
 def refresh_problem(policies: Mapping[str, Policy], config: KLConfig) -> str:
@@ -155,10 +166,11 @@ def penalty_problem(config: TrainConfig, can: CreditCapabilities) -> str:
     """Return why a KL in the reward would change no advantage of a credit rule; empty if it would."""
     if not in_reward(config.loss.kl) or can.mixed_rewards:
         return ""
-    return (
-        f"config key 'loss.kl.apply_to' = 'reward': has no effect, as advantages of the rule {config.credit.rule!r} "
-        "don't depend on the rewards of calls: expected 'loss'"
+    why = (
+        f"has no effect, as advantages of the rule {config.credit.rule!r} don't depend on the rewards of calls: "
+        "expected 'loss'"
     )
+    return problem("loss.kl.apply_to", why, "reward")
 
 
 def in_reward(config: KLConfig) -> bool:
@@ -230,6 +242,6 @@ class KLPenalty:
                 f"{prefix}kl_penalty": coef * kl / rows,
                 **{f"{prefix}{actor}/kl": total / max(count, 1) for actor, (total, count, _) in by_actor.items()},
             }
-            term.coef = adapted(coef, kl / max(tokens, 1), rows, self.config)
+            term.adapt(kl / max(tokens, 1), rows, self.config)
         self._measured = {}
         return metrics

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from turnwise.ops import Rejection, off_policy_mask, rejection_mask, second_moment_mask, top_entropy_mask
 from turnwise.ops.masks import ESTIMATORS, LEVELS
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig, MasksConfig
-from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Part, Term
@@ -31,11 +31,11 @@ class Masks(Term):
     def is_on(self, config: LossConfig) -> bool:
         return config.masks != MasksConfig()
 
-    def problems(self, config: TrainConfig) -> Iterator[str]:
-        if config.loss.masks.rejection and config.update.old_logprobs != "recompute":
-            yield (
-                "config key 'loss.masks.rejection': it compares the trainer's log-probs with the sampler's, so it "
-                "needs update.old_logprobs = 'recompute'"
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        if run.config.loss.masks.rejection and run.config.update.old_logprobs != "recompute":
+            yield problem(
+                "loss.masks.rejection",
+                "it compares the trainer's log-probs with the sampler's, so it needs update.old_logprobs = 'recompute'",
             )
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:

@@ -12,8 +12,8 @@ from turnwise.ops import ImportanceCorrection, PolicyLoss, loss_normalizer, poli
 from turnwise.ops.common.layout import RowLayout
 from turnwise.ops.loss.reference import correction_weights
 from turnwise.ops.loss.variants import LOG_RATIO_BOUND
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.model.policy import Policy
@@ -32,11 +32,12 @@ class PolicyLossTerm(Term):
     effect = "computes"
     needs = ENTROPIES
 
-    def problems(self, config: TrainConfig) -> Iterator[str]:
-        if config.loss.importance_correction is not None and config.update.old_logprobs != "recompute":
-            yield (
-                "config key 'loss.importance_correction': the weights compare the trainer's log-probs with the "
-                "sampler's, so they need update.old_logprobs = 'recompute'"
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        if run.config.loss.importance_correction is not None and run.config.update.old_logprobs != "recompute":
+            yield problem(
+                "loss.importance_correction",
+                "the weights compare the trainer's log-probs with the sampler's, so they need update.old_logprobs = "
+                "'recompute'",
             )
 
     def configure(self, config: LossConfig, actors: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import PolicyLoss, policy_loss
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import LOGPROBS, Needs, Read
@@ -176,10 +177,10 @@ def columns_of(config: LossConfig) -> set[str]:
     return {column for term in terms_on(config) for column in term.columns}
 
 
-def loss_problems(config: TrainConfig) -> list[str]:
+def loss_problems(run: RunFacts) -> list[str]:
     """Return the problems of the terms' settings, one line each. It tries the loss on two rows of two tokens."""
-    problems = [problem for term in Terms().all.values() for problem in term.problems(config)]
-    return problems + check_loss(config.loss)
+    problems = [line for term in Terms().all.values() for line in term.problems(run)]
+    return problems + check_loss(run.config.loss)
 
 
 def unrewarded_problems(config: TrainConfig, actors: Sequence[Actor]) -> list[str]:
@@ -191,7 +192,7 @@ def unrewarded_problems(config: TrainConfig, actors: Sequence[Actor]) -> list[st
         return []
     why = "has no effect, as all actors that train learn from their teachers alone: expected distill.reward = true"
     keys = [key for term in Terms().all.values() for key in term.needing_rewards(config.loss)]
-    return [f"{key}: {why}, or no setting here" for key in keys]
+    return [problem(key, f"{why}, or no setting here") for key in keys]
 
 
 def check_loss(config: LossConfig) -> list[str]:

@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from turnwise.ops import aggregate
+from turnwise.train.config.base import RunFacts
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy
@@ -86,8 +86,8 @@ class Term:
         """Return True if updates with this configuration have the term."""
         return True
 
-    def problems(self, config: TrainConfig) -> Iterator[str]:
-        """Yield the problems of its settings, one line each."""
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        """Yield a line for each of its settings that is valid alone but doesn't fit ``run``."""
         return iter(())
 
     def needing_rewards(self, config: LossConfig) -> Iterator[str]:

@@ -9,8 +9,8 @@ from itertools import chain
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scale.simulate import LatencyModel, simulate
-from scale.virtual_clock import run_virtually
+from simulate import LatencyModel, simulate
+from virtual_clock import run_virtually
 
 from turnwise.train.config.sampling import LoopConfig
 

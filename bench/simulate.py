@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from scale.virtual_clock import run_virtually
+from virtual_clock import run_virtually
 
 from turnwise.arena import Arena, Episode, Rubric
 from turnwise.inference.scripted import ByteTokenizer
