@@ -25,6 +25,7 @@ from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import Policy
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.forward import Forward, like_lengths
+from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch, micro_batches, pad
 from turnwise.train.model.prefix_tree import PrefixTree
 from turnwise.train.update.sft import constant_credit
@@ -232,7 +233,7 @@ class EagerForward:
     def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
 
-    def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def read(self, micro: MicroBatch, needs: Needs) -> Read:
         order, logprobs, entropies = [], [], []
         for rows in like_lengths(micro.lengths):
             block = pad(micro, rows)
@@ -249,7 +250,7 @@ class EagerForward:
             with torch.no_grad():  # a metric
                 entropies.append(-(all_NV.exp() * all_NV).sum(-1))
         back = torch.cat(order).argsort()
-        return torch.cat(logprobs)[back], torch.cat(entropies)[back] if entropy else None
+        return Read(torch.cat(logprobs)[back], torch.cat(entropies)[back] if needs.entropy else None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

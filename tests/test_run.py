@@ -25,7 +25,7 @@ from turnwise.run import build
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run, task_of, tiny_model
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch
+from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.eval.evaluate import Evaluation, describe
@@ -77,7 +77,7 @@ def test_a_folder_of_another_run_is_refused_and_stays_as_it_was(team, tmp_path, 
     shutil.copytree(team.folder, tmp_path, dirs_exist_ok=True)
     config = team.config.model_copy(update={"run_dir": tmp_path, "steps": 4})
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointMismatch, match=r"policies \['default'\].*choose another run_dir") as refused:
+    with pytest.raises(ConfigError, match=r"'policies.default' = unset: it was set.*Choose another run_dir") as refused:
         train_from_config(config.model_copy(update={"policy_sharing": "model_per_actor"}))
     assert "delete" not in str(refused.value), "the checkpoint is fine: nobody should be told to throw it away"
     monkeypatch.setattr("turnwise.run.build.load_models", None)  # nothing is loaded, nor trained, before the refusal

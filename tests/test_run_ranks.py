@@ -17,14 +17,14 @@ from turnwise.cli.main import main
 from turnwise.run import build
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run
-from turnwise.run.ranks import join_ranks, rank_problems, rank_variables, shard
+from turnwise.run.ranks import join_ranks, rank_variables, shard
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import fingerprint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.model.policy import Policy
-from turnwise.train.validate import config_from_dict
+from turnwise.train.validate import config_from_dict, contradictions
 
 from .inference.mixtures import build as build_mixture
 from .trained import SMALL, rows_of
@@ -233,5 +233,5 @@ def test_what_several_ranks_cannot_train_is_refused_by_a_dry_run(monkeypatch, tm
 
 def test_groups_of_weights_divide_the_ranks() -> None:
     config = config_from_dict({"policies": {"a": {}, "b": {}, "c": {}}, "sharding": {"parallel": True}})
-    assert "that the 3 groups of weights divide (a, b, c), got 2" in rank_problems(config, 2)[0]
-    assert rank_problems(config, 3) == rank_problems(config, 1) == []
+    assert "that the 3 groups of weights divide (a, b, c), got 2" in contradictions(config, 2)[0]
+    assert contradictions(config, 3) == contradictions(config, 1) == []

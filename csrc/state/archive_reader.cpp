@@ -46,6 +46,8 @@ void each_unshared(const Array& a, const Array& b, Function&& f) {
 // the heap before.
 class Checker {
   public:
+    explicit Checker(size_t archive_bytes) : steps_left_(kSteps + kStepsPerByte * archive_bytes) {}
+
     void move_to(const Heap::Table& table, Value root, SlotIndex free) {
         if (table.size() >= kNoSlot) damaged("a table with too many slots");
         slots_ = table.size();
@@ -57,6 +59,7 @@ class Checker {
         bool chain_changed = free != free_;
         tuples_.clear();
         Heap::Table::compare(table, table_, [&](size_t slot, const Place* ours, const Place* theirs) {
+            step();
             if (ours && theirs && ours->word == theirs->word) return;
             const Node* now = ours ? ours->node() : nullptr;
             const Node* before = theirs ? theirs->node() : nullptr;
@@ -76,6 +79,12 @@ class Checker {
     size_t alive() const noexcept { return alive_; }
 
   private:
+    // Few bytes can name large heaps again and again, in turns that differ everywhere.
+    static constexpr size_t kSteps = 100'000'000, kStepsPerByte = 100;
+
+    void step() {
+        if (steps_left_-- == 0) damaged("versions that take too long to compare");
+    }
     void set_alive(size_t slot, bool alive) {
         if (lives_[slot] == alive) return;
         lives_[slot] = alive;
@@ -83,11 +92,13 @@ class Checker {
         if (referred_[slot] > 0) alive ? --dangling_ : ++dangling_;
     }
     void add(Value value) {
+        step();
         if (!value.is_slot()) return;
         if (value.slot() >= slots_) damaged("a reference to a slot beyond the table");
         if (referred_[value.slot()]++ == 0 && !lives_[value.slot()]) ++dangling_;
     }
     void remove(Value value) {
+        step();
         if (value.is_slot() && --referred_[value.slot()] == 0 && !lives_[value.slot()]) --dangling_;
     }
     // Counts the references of `now` and uncounts those of `before`. Two dicts or two lists: only where they differ.
@@ -116,8 +127,9 @@ class Checker {
         if (before) before->for_each_value([&](Value value) { remove(value); });
     }
 
-    static void check_chain(const Heap::Table& table, SlotIndex free) {
+    void check_chain(const Heap::Table& table, SlotIndex free) {
         for (size_t steps = 0; free != kNoSlot; ++steps) {
+            step();
             if (free >= table.size() || table[free].node() || steps > table.size()) damaged("a broken chain of slots");
             free = table[free].next_free();
         }
@@ -136,6 +148,7 @@ class Checker {
                 continue;
             }
             table[slot].node()->for_each_value([&](Value value) {
+                step();
                 if (!value.is_slot() || table[value.slot()].node()->kind != Kind::Tuple) return;
                 const auto known = done.find(value.slot());
                 if (known == done.end())
@@ -146,6 +159,7 @@ class Checker {
         }
     }
 
+    size_t steps_left_;                            // slots and values that may still be looked at
     Heap::Table table_;                            // of the last heap
     SlotIndex free_ = kNoSlot;                     // its first free slot
     size_t slots_ = 0, alive_ = 0, dangling_ = 0;  // slots; those with a container; those referred to, without one
@@ -182,7 +196,12 @@ struct Items {
 
 class Reader {
   public:
-    Reader(const uint8_t* bytes, size_t size, LeafReader& leaves) : at_(bytes), end_(bytes + size), leaves_(leaves) {}
+    Reader(const uint8_t* bytes, size_t size, LeafReader& leaves)
+        : at_(bytes),
+          end_(bytes + size),
+          leaves_(leaves),
+          index_steps_(kIndexSteps + kIndexStepsPerByte * size),
+          checker_(size) {}
     ~Reader() {
         for (Node* node : nodes_) Node::drop(node);
     }
@@ -460,7 +479,9 @@ class Reader {
             if (!entries.empty() && !entries[entries.size() - 1].key) damaged("a dict that ends in an erased entry");
             if (entries.size() >= 0x7fffffff) damaged("a dict that is too large");
             Owned<DictNode> node(fresh(static_cast<DictNode*>(nullptr)));
-            node->assemble(entries, living, static_cast<DictNode*>(like));
+            const size_t steps = node->assemble(entries, living, static_cast<DictNode*>(like), index_steps_);
+            if (steps > index_steps_) damaged("dicts that take too long to index");
+            index_steps_ -= steps;
             return node.release();
         }
         if (kind == Kind::List) {
@@ -518,9 +539,13 @@ class Reader {
         NodeType* node_;
     };
 
+    // A few bytes can name the entries of a large dict again, and keys can have hashes that are alike.
+    static constexpr size_t kIndexSteps = 4'000'000, kIndexStepsPerByte = 64;
+
     const uint8_t* at_;   // the next byte
     const uint8_t* end_;  // the end of the archive
     LeafReader& leaves_;
+    size_t index_steps_;       // buckets and probes that indices of dicts may still take
     uint64_t leaf_count_ = 0;  // leaves that were used so far
     uint64_t values_ = 0;      // items of all chunks of values so far
     std::tuple<ReadBlocks<Values>, ReadBlocks<Entries>, ReadBlocks<Tokens>, ReadBlocks<Heap::Table>> blocks_;

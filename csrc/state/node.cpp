@@ -101,47 +101,53 @@ void DictNode::rebuild() {
     reindex();
 }
 
-void DictNode::reindex() {
+size_t DictNode::reindex(size_t most) {
     index.clear();
     taken = 0;
-    if (entries.size() <= kScanned) return;
+    if (entries.size() <= kScanned) return 0;
     size_t buckets = 16;
     while (buckets < entries.size() * 3) buckets *= 2;
+    if (buckets > most) return buckets;
     for (size_t i = 0; i < buckets; ++i) index.push_back(0, epoch);
-    size_t place = 0;
+    size_t place = 0, steps = buckets;
     entries.for_each_chunk([&](const Entry* chunk, size_t count) {
-        for (size_t i = 0; i < count; ++i, ++place) {
-            if (chunk[i].key) put_in_index(chunk[i].hash, place);
+        for (size_t i = 0; i < count && steps <= most; ++i, ++place) {
+            if (chunk[i].key) steps += put_in_index(chunk[i].hash, place);
         }
     });
+    return steps;
 }
 
-void DictNode::assemble(const RadixArray<Entry, 5>& whole, size_t living, const DictNode* like) {
+size_t DictNode::assemble(const RadixArray<Entry, 5>& whole, size_t living, const DictNode* like, size_t most) {
     entries = whole;
     live = static_cast<uint32_t>(living);
-    if (entries.size() <= kScanned || !like || like->index.empty()) return reindex();
+    if (entries.size() <= kScanned || !like || like->index.empty()) return reindex(most);
     // Start with the other dict's index and correct it where the keys differ.
     index = like->index;
     taken = like->taken;
     bool full = false;
+    size_t steps = 0;
     RadixArray<Entry, 5>::compare(entries, like->entries, [&](size_t place, const Entry* ours, const Entry* theirs) {
         const Leaf* old_key = theirs ? theirs->key : nullptr;
         const Leaf* new_key = ours ? ours->key : nullptr;
-        if (full || old_key == new_key) return;
+        ++steps;
+        if (full || steps > most || old_key == new_key) return;
         if (old_key) index.own(bucket_of(theirs->hash, place), epoch) = 1;
-        if (new_key) put_in_index(ours->hash, place);
+        if (new_key) steps += put_in_index(ours->hash, place);
         full = (taken + 1) * 3 > index.size() * 2;
     });
-    if (full) reindex();
+    if (full && steps <= most) steps += reindex(most - steps);
+    return steps;
 }
 
-void DictNode::put_in_index(int64_t hash, size_t place) {
+size_t DictNode::put_in_index(int64_t hash, size_t place) {
     const size_t mask = index.size() - 1;
-    size_t at = bucket(hash, mask);
-    while (index[at] > 1) at = (at + 1) & mask;
+    size_t at = bucket(hash, mask), steps = 1;
+    for (; index[at] > 1; ++steps) at = (at + 1) & mask;
     uint32_t& held = index.own(at, epoch);
     if (held == 0) ++taken;
     held = static_cast<uint32_t>(place + 2);
+    return steps;
 }
 
 size_t DictNode::bucket_of(int64_t hash, size_t place) const noexcept {

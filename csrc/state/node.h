@@ -142,7 +142,7 @@ struct DictNode : Node {
     }
     // Takes entries that were built elsewhere, `living` of them not erased. `like`, if not null, is a similar dict;
     // this one shares as much of its index as possible.
-    void assemble(const RadixArray<Entry, 5>& whole, size_t living, const DictNode* like);
+    size_t assemble(const RadixArray<Entry, 5>& whole, size_t living, const DictNode* like, size_t most);
     // The first live place at or after `place`, or entries.size().
     size_t next(size_t place) const noexcept;
 
@@ -157,8 +157,8 @@ struct DictNode : Node {
         return static_cast<size_t>((static_cast<uint64_t>(hash) * 0x9E3779B97F4A7C15u) >> 20) & mask;
     }
     void rebuild();
-    void reindex();
-    void put_in_index(int64_t hash, size_t place);
+    size_t reindex(size_t most = SIZE_MAX);           // returns its steps; with more than `most` it stops
+    size_t put_in_index(int64_t hash, size_t place);  // returns its steps
     size_t bucket_of(int64_t hash, size_t place) const noexcept;
 };
 

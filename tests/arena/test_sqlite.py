@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sqlite3
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -375,3 +376,58 @@ def test_aliases_and_cycles_are_kept(tmp_path):
     [artifact] = reopened(store)
     assert artifact.data["self"] is artifact.data and artifact.data["again"] is artifact.data["cells"]
     assert artifact.data["$x"] == (1, {2})
+
+
+# -- files that somebody made to do harm -------------------------------------------------------------------------------
+ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("CREATE TRIGGER t AFTER INSERT ON artifacts BEGIN DELETE FROM artifacts; END", "its tables are not those"),
+        ("CREATE VIEW other AS SELECT 1", "its tables are not those"),
+        (f"DROP TABLE changes; CREATE VIEW changes AS {ENDLESS} x AS revision, 'w' AS writer FROM c", "its tables are"),
+        (f"DROP TABLE store; CREATE VIEW store AS {ENDLESS} 'q' AS name, 'f' AS file FROM c", "its tables are not"),
+        ("ALTER TABLE known ADD COLUMN twice GENERATED ALWAYS AS (zeroblob(1 << 29))", "its tables are not those"),
+        ("CREATE INDEX slow ON artifacts (hex(data))", "its tables are not those"),
+        ("DELETE FROM store", "its row of the store is damaged"),
+        ("INSERT INTO store SELECT * FROM store", "its row of the store is damaged"),
+        ("UPDATE store SET revision = 'x'", "its row of the store is damaged"),
+        ("UPDATE known SET weight = 'x'", "a value is of another type"),
+        ("UPDATE known SET weight = NULL", "a value is of another type"),
+        ("UPDATE known SET weight = 1e999", "a value is of another type"),
+        ("UPDATE known SET attempts = 'x'", "a value is of another type"),
+        ("UPDATE artifacts SET data = 5", "its checksum does not fit"),
+        ("UPDATE artifacts SET meta = x'00'", "its checksum does not fit"),
+        ("UPDATE artifacts SET digest = NULL", "its checksum does not fit"),
+    ],
+)
+def test_tables_and_values_of_another_make_are_refused(tmp_path, change, message):
+    store = ArtifactStore("q", path=tmp_path / "q.db")
+    store.add({"x": 1})
+    store.close()
+    database = sqlite3.connect(tmp_path / "q.db")
+    database.executescript(change)
+    database.close()
+    with pytest.raises(ValueError, match=message):
+        ArtifactStore("q", path=tmp_path / "q.db").add({"x": 2})
+
+
+def test_a_journal_that_names_another_file_deletes_nothing(tmp_path):
+    """SQLite deletes the second file of a rollback journal, whatever file that is."""
+    path, other = tmp_path / "q.db", tmp_path / "other"
+    store = ArtifactStore("q", path=path)
+    store.add({"x": 1})
+    store.close()
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode = DELETE")
+    database.close()
+    other.write_text("mine" * 999)
+    mark, page, name = bytes.fromhex("d9d505f920a163d7"), 4096, str(other).encode()
+    head = mark + struct.pack(">5I", 0, 1, path.stat().st_size // page, 512, page)
+    tail = struct.pack(">I", 0x40000000 // page + 1) + name + struct.pack(">2I", len(name), sum(name)) + mark
+    (tmp_path / "q.db-journal").write_bytes(head.ljust(512, b"\0") + tail)
+    with pytest.raises(ValueError, match=r"its journal, .* names another file"):
+        ArtifactStore("q", path=path).add({"x": 2})
+    assert other.exists()

@@ -9,10 +9,9 @@ import pytest
 from turnwise.cluster.commands import commands_of
 from turnwise.cluster.placement import Role
 from turnwise.cluster.supervisor import Place
-from turnwise.run.checks import cluster_problems
 from turnwise.run.clients import check_client
-from turnwise.train.config.toml import ConfigError
-from turnwise.train.validate import config_from_dict
+from turnwise.train.config.toml import ConfigError, parse_settings
+from turnwise.train.validate import config_from_dict, contradictions
 
 POOL = {"engine": "transformers", "options": {"max_batch_rows": 1}}
 RAY = {"backend": "ray", "engines": {"main": POOL}}
@@ -39,7 +38,7 @@ RAY = {"backend": "ray", "engines": {"main": POOL}}
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit(settings: dict[str, Any], told: str) -> None:
-    assert any(told in line for line in cluster_problems(config_from_dict(settings)))
+    assert any(told in line for line in contradictions(parse_settings(settings)))
 
 
 def test_pools_that_can_not_be() -> None:
@@ -62,7 +61,7 @@ def test_pools_that_can_not_be() -> None:
     ],
 )
 def test_settings_that_fit(settings: dict[str, Any]) -> None:
-    assert cluster_problems(config_from_dict(settings)) == []
+    assert contradictions(parse_settings(settings)) == []
 
 
 def test_commands(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

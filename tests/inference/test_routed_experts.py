@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import threading
 from dataclasses import replace
@@ -215,9 +216,29 @@ async def test_steps_have_them_and_records_leave_them_out():
 def test_as_text():
     ids = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
     assert (experts_from_text(experts_to_text(ids)) == ids).all()
+    assert (experts_from_text(experts_to_text(ids.T)) == ids.T).all(), "in Fortran's order"
     for wrong in ("?", experts_to_text(ids[0]), experts_to_text(ids.astype(np.float32))):
         with pytest.raises(ValueError):
             experts_from_text(wrong)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"(2, 3, 2), }        ", b"(999999999, 999, 99)"),
+        (b"(2, 3, 2), }   ", b"(2, 3, 2000), }"),
+        (b"(2, 3, 2), }", b"(2, 3, -2),}"),
+        (b"'|u1'", b"'|O' "),
+        (b"|u1", b"|u8"),
+        (b"NUMPY\x01", b"NUMPY\x03"),
+        (b"(2, 3, 2)", b"((((((((("),
+    ],
+)
+def test_a_header_that_says_more_than_there_is_allocates_nothing(old, new):
+    content = base64.b64decode(experts_to_text(np.zeros((2, 3, 2), np.uint8)))
+    assert old in content
+    with pytest.raises(ValueError, match=r"it is (no|an) array"):
+        experts_from_text(base64.b64encode(content.replace(old, new)).decode())
 
 
 def test_every_kind_is_tried():

@@ -93,8 +93,14 @@ def test_nonsense_with_right_checksums_is_refused(tmp_path: Path, whole: bytes) 
     for old, *wrong in [
         (b'"versions":3', b'"versions":-1', b'"versions":1000000000000', b'"versions":2'),
         (b'"names":["one"', b'"names":["two"'),
-        (b'"frozen":[0]', b'"frozen":{"a":[]}', b'"frozen":[]'),
-        (b'"commits":[[1,0]]', b'"commits":[[1,7]]', b'"commits":[[1,2]]', b'"commits":[[1,"x"]]'),
+        (b'"frozen":[0]', b'"frozen":{"a":[]}', b'"frozen":[]', b'"frozen":[0,9]', b'"frozen":[true]'),
+        (
+            b'"commits":[[1,0]]',
+            b'"commits":[[1,7]]',
+            b'"commits":[[1,2]]',
+            b'"commits":[[1,"x"]]',
+            b'"commits":[[1,0],[2305843009213693952,0]]',
+        ),
         (b",72]", b",720]", b",-72]", b",71]", b"]"),
         (b'"arrays":"frozen"', b'"arrays":"molten"'),
     ]:
@@ -114,3 +120,58 @@ def test_mangled_structures_never_crash(seed: int) -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+
+
+# ---- structures that are small and take long ------------------------------------------------------------------------
+ENTRIES, PLACES = (4, 32), (12, 8)
+"""First byte of a block of each type, and how many items one holds, see csrc/state/archive.h."""
+
+
+def number(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + number(value >> 7)
+
+
+def large(kind: tuple[int, int], items: list[bytes]) -> bytes:
+    """The blocks of one array, the root last."""
+    record, size = kind
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    written = [bytes([record]) + number(place) + number(len(part)) + b"".join(part) for place, part in enumerate(parts)]
+    level, height = list(range(len(parts))), 0
+    while len(level) > 1:
+        height, above = height + 1, []
+        for place in range(0, len(level), 32):
+            below = level[place : place + 32]
+            backs = b"".join(number(len(written) - each) for each in below)
+            above.append(len(written))
+            written.append(bytes([record + 2]) + number(height) + number(place // 32) + number(len(below)) + backs)
+        level = above
+    return b"".join(written)
+
+
+def test_small_structures_that_would_take_long_are_refused() -> None:
+    store = Store()
+    start, integer = store._archive([store.state({})])[0][:6], number(1 << 3 | 2)
+    dict_of_these = bytes([16, 1])
+    keys = [(2**61 - 1) * each for each in range(1, 30_001)]
+    chain = [number((place + 2) << 1 | 1) for place in range(19_999)] + [number(1)]
+    heaps = [bytes([32, 1]) + integer + number(1 + place % 2) for place in range(8000)]
+    for structure, leaves, versions, message in [
+        (large(ENTRIES, [number(0) + integer] * len(keys)) + dict_of_these, keys, 0, "dicts that take too long"),
+        (
+            large(ENTRIES, [number(each << 3 | 2) + integer for each in range(9999)]) + dict_of_these * 999,
+            [],
+            0,
+            "dicts",
+        ),
+        (large(PLACES, chain) + b"".join(heaps), [], len(heaps), "versions that take too long to compare"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            store._restore(start + structure, leaves, [(True, -1)] * versions)
+
+
+def test_an_object_of_a_type_that_forks_share_is_no_object_to_copy() -> None:
+    store = Store()
+    structure, objects, versions = store._archive([store.state({"a": bytearray(b"x")})])
+    for wrong in (5, None, int, frozenset({1}), 2.5):
+        with pytest.raises(CheckpointError, match="an object to copy, of a type that forks share"):
+            store._restore(structure, [wrong if type(each) is bytearray else each for each in objects], versions)

@@ -13,9 +13,10 @@ from turnwise.samples.pack import group_index, pack, select
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.baseline import subtract_optimal_baseline
+from turnwise.train.terms.baseline import OptimalTokenBaseline
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
 from turnwise.types import Sample
@@ -28,6 +29,12 @@ def double_policy(small_model, seed=0, **settings):
     with torch.no_grad():  # far from uniform, so that the energies differ
         model.lm_head.weight.mul_(40)
     return Policy("default", model, UPDATE, total_steps=100, **settings)
+
+
+def subtracted(policy, batch, rows, budget):
+    """The batch with advantages per token, and the term's metrics."""
+    term = OptimalTokenBaseline()
+    return term.prepare(policy, batch, rows, budget), term.metrics({}, len(rows))
 
 
 def whole_softmax(model, batch, row):
@@ -54,15 +61,15 @@ def test_worked_numbers(small_model, random_batch):
         advantages=np.array([1, 0, 2, 7], dtype=np.float32),
         group_index=np.array([3, 3, 3, 0]),
     )
-    made, metrics = subtract_optimal_baseline(policy, batch, np.arange(3), 100)
+    made, metrics = subtracted(policy, batch, np.arange(3), 100)
     np.testing.assert_allclose(made.token_advantages, [0, 0, 0, -1, -1, 0, 1, 1, 2, 0, 0], atol=1e-6)
     assert made.advantages.tolist() == [0, 0, 0, 7] and batch.advantages.tolist() == [1, 0, 2, 7]
     assert metrics == {"token_baseline": pytest.approx(5 / 6, abs=1e-6)}
     taught = replace(batch, token_advantages=np.full(11, 0.5, dtype=np.float32))
-    made, _ = subtract_optimal_baseline(policy, taught, np.arange(3), 100)
+    made, _ = subtracted(policy, taught, np.arange(3), 100)
     np.testing.assert_allclose(made.token_advantages[:5], [0.5, 0.5, 0.5, -0.5, -0.5], atol=1e-6)
     with pytest.raises(ValueError, match="group_index=None: expected the groups"):
-        subtract_optimal_baseline(policy, replace(batch, group_index=None), np.arange(3), 100)
+        subtracted(policy, replace(batch, group_index=None), np.arange(3), 100)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "trie"])
@@ -76,9 +83,9 @@ def test_the_sums_of_squares_are_those_of_whole_softmaxes(small_model, tree_batc
     share = forward.trie_share
     for micro in micro_batches(batch, np.arange(len(batch)), 40, trie_share=share):
         with torch.no_grad():
-            logprobs, squares = forward.with_squares(micro)
+            read = forward.read(micro, Needs(squares=True))
         row_of = np.searchsorted(batch.cu_seqlens, micro.token_N.numpy(), side="right") - 1
-        for row, token, own, square in zip(row_of, micro.token_N, logprobs, squares, strict=True):
+        for row, token, own, square in zip(row_of, micro.token_N, read.logprobs_N, read.squares_N, strict=True):
             at = int(token) - int(batch.cu_seqlens[row]) - 1
             wanted = [column[at] for column in whole_softmax(model, batch, row)]
             assert [float(own), float(square)] == pytest.approx([float(x) for x in wanted], rel=1e-9)
@@ -97,13 +104,13 @@ def test_under_a_grammar_the_squares_are_those_of_the_allowed_tokens(small_model
     )
     policy = double_policy(small_model)
     with torch.no_grad():
-        logprobs, squares = policy.forward.with_squares(micro)
+        read = policy.read(micro, Needs(squares=True))
         logits = policy.model.lm_head(policy.model.model(micro.token_ids_T[None, : micro.lengths[0]]).last_hidden_state)
     own = micro.row_N == 0
     logits = logits[0][micro.source_N[own]].masked_fill(~allowed[own, : logits.shape[-1]], -torch.inf)
     logs = torch.log_softmax(logits, -1)
-    torch.testing.assert_close(squares[own], logs.exp().square().sum(-1), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(logprobs[own], logs.gather(1, micro.targets_N[own][:, None])[:, 0])
+    torch.testing.assert_close(read.squares_N[own], logs.exp().square().sum(-1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(read.logprobs_N[own], logs.gather(1, micro.targets_N[own][:, None])[:, 0])
 
 
 def definition(model, batch, rows):
@@ -133,7 +140,7 @@ def test_equals_the_definition(small_model, random_batch, seed, budget):
     batch = replace(batch, group_index=rng.integers(0, 3, 9), loss_mask=batch.loss_mask.copy())
     batch.loss_mask[batch.cu_seqlens[:-1]] = 0
     policy, rows = double_policy(small_model, seed), np.arange(1, 9)
-    made, _ = subtract_optimal_baseline(policy, batch, rows, budget)
+    made, _ = subtracted(policy, batch, rows, budget)
     wanted = definition(policy.model, batch, rows)
     np.testing.assert_allclose(made.token_advantages, wanted, atol=2e-6)
     assert np.abs(wanted - np.repeat(batch.advantages, np.diff(batch.cu_seqlens)) * batch.loss_mask).max() > 0.1
@@ -150,7 +157,7 @@ def test_are_verls_numbers(small_model, random_batch, seed):
     batch = replace(batch, group_index=np.random.default_rng(seed).integers(0, 3, 9), loss_mask=batch.loss_mask.copy())
     batch.loss_mask[batch.cu_seqlens[:-1]] = 0
     policy, rows = double_policy(small_model, seed), np.arange(9)
-    made, _ = subtract_optimal_baseline(policy, batch, rows, 100)
+    made, _ = subtracted(policy, batch, rows, 100)
     spans = [slice(begin + 1, end) for begin, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
     mask = pad_sequence([torch.from_numpy(batch.loss_mask[span].astype(float)) for span in spans], batch_first=True)
     old, squares = (

@@ -19,10 +19,11 @@ from turnwise.run.workers.attach import episode_settings
 from turnwise.tasks.gsm8k.task import GSM8KOptions
 from turnwise.tasks.own import OwnOptions
 from turnwise.train.checkpoint.progress import find_checkpoint
+from turnwise.train.config.changes import resumed
 from turnwise.train.config.policies import PhaseConfig, policies_at, steps_in_training
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError, differences, section_in, set_value, split_key, to_toml
+from turnwise.train.config.toml import ConfigError, section_in, set_value, split_key, to_toml
 from turnwise.train.validate import config_from_dict, load_config, read_config
 from turnwise.types import TaskCapabilities
 from turnwise.utils.files import PathText
@@ -164,15 +165,18 @@ def test_a_policys_name_is_fit_for_a_file(name):
         config_from_dict({"policies": {name: {}}})
 
 
+def differences(file, config):
+    going_on = resumed(config, file.read_text(encoding="utf-8"))
+    return [*going_on.changed, *going_on.kept, *going_on.refused]
+
+
 def test_what_changed_since_a_run_began_and_files_that_can_not_be_read(tmp_path):
     first = load_config(None, {"policies.p.path": "x", "max_seconds": 3})
     path = written(tmp_path, to_toml(first))
     assert differences(path, first) == []
     later = load_config(None, {"policies.p.path": "x", "update.lr": 0.5, "policies.p.dtype": "bfloat16"})
-    assert differences(path, later) == [
-        "max_seconds 3.0 -> unset", "policies.p.dtype float32 -> bfloat16", "update.lr 1e-06 -> 0.5",
-    ]  # fmt: skip
-    assert differences(tmp_path / "none.toml", later) == []
+    changed = "max_seconds 3.0 -> unset, policies.p.dtype float32 -> bfloat16, update.lr 1e-06 -> 0.5"
+    assert differences(path, later) == [f"settings changed since then: {changed}"]
     # Missing and malformed files.
     with pytest.raises(ConfigError, match=r"config file '.*none.toml' does not exist"):
         load_config(tmp_path / "none.toml")
@@ -220,7 +224,7 @@ def test_options_that_are_no_finite_numbers_survive_the_written_file(tmp_path):
     settings = json.loads(json.dumps(episode_settings(config)))
     assert differences(path, config) == worker_differences(episode_settings(config), settings) == []
     finite = config.model_copy(update={"task_options": {"a": {**options, "high": 1.0}}})
-    assert differences(path, finite) == ["task_options.a.high inf -> 1.0"]
+    assert differences(path, finite) == ["settings changed since then: task_options.a.high inf -> 1.0"]
     [line] = worker_differences(episode_settings(finite), settings)
     assert line.startswith("task_options: ")
 
@@ -333,11 +337,9 @@ def test_paths_to_the_same_file_are_no_difference(tmp_path, monkeypatch):
 
     for same in ("./model", "model/", str(tmp_path / "model"), "link", "run/../model"):
         assert told(path=same, paths=[same]) == []
-    assert told(path="other") == ["policies.a.path model -> other"]
-    assert told(path=str(tmp_path / "missing")) == [f"policies.a.path model -> {tmp_path}/missing"]
-    assert told(paths=["model", "model"]) == ["task_options.paths ['model'] -> ['model', 'model']"]
-    # A relative run_dir is this folder, also from elsewhere; another absolute one is told.
+    for path in ("other", str(tmp_path / "missing")):
+        assert told(path=path)[0].startswith(f"kept from the checkpoint: policies.a.path = model, not {path}")
+    assert told(paths=["model", "model"])[0].endswith("task_options.paths ['model'] -> ['model', 'model']")
+    # A run may move.
     monkeypatch.chdir(tmp_path / "other")
     assert told(run_dir=str(tmp_path / "run")) == []
-    file.write_text(to_toml(config.model_copy(update={"run_dir": tmp_path / "before"})))
-    assert told(run_dir=str(tmp_path / "run")) == [f"run_dir {tmp_path}/before -> {tmp_path}/run"]

@@ -20,7 +20,7 @@ from turnwise.samples.pack import pack, select
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import Policy, Trainer
 from turnwise.train.model import micro_batch
-from turnwise.train.model.constrained import constrained_logprob
+from turnwise.train.model.head import constrained_logprob
 from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor, AllowedTokens, EpisodeRequest, Sample, Sampling
 

@@ -11,11 +11,13 @@ import torch
 from turnwise.train.config.optimization import CriticConfig, LossConfig, UpdateConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.local import LocalLearner
+from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.critic import estimate_advantages, keep_states, value_head, values_of
-from turnwise.train.update.loss import Loss
-from turnwise.train.update.update import UpdateLog, accumulate, update_policy
+from turnwise.train.terms.critic import HEAD, Critic, value_head
+from turnwise.train.terms.registry import Terms
+from turnwise.train.update.log import UpdateLog
+from turnwise.train.update.update import accumulate, update_policy
 
 ROWS = np.arange(3)
 
@@ -38,18 +40,29 @@ def three_rows(random_batch):
 def policy(small_model):
     """A policy whose critic gives 0.5 to every state."""
     made = Policy("default", small_model()[0], UpdateConfig(), total_steps=100)
-    made.add_critic(value_head(made), 0.05)
+    made.add_head(HEAD, value_head(made), 0.05)
     with torch.no_grad():
-        made.critic.bias.fill_(0.5)
+        head_of(made).bias.fill_(0.5)
     return made
+
+
+def head_of(policy):
+    return policy.heads[HEAD].module
+
+
+def estimated(policy, batch, budget, config):
+    """The batch with advantages per token, the term with the targets, and its metrics."""
+    term = Critic()
+    term.configure(LossConfig(critic=config), batch.actors)
+    return term.prepare(policy, batch, ROWS, budget), term, term.metrics({}, 3)
 
 
 def test_worked_advantages(policy, three_rows):
     """The values of .5 get the mean reward, 2/3, by the bias. GAE with lambda 1/2: the last token has R - V = 1/3 or
     -2/3, the one before half of it; the targets add V."""
     config = CriticConfig(lam=0.5)
-    batch, targets, metrics = estimate_advantages(policy, three_rows, ROWS, 100, config)
-    assert policy.critic.bias.tolist() == pytest.approx([2 / 3])
+    batch, targets, metrics = estimated(policy, three_rows, 100, config)
+    assert head_of(policy).bias.tolist() == pytest.approx([2 / 3])
     assert targets.old_values.tolist() == pytest.approx([0, 2 / 3, 2 / 3] * 3)
     assert targets.returns.tolist() == pytest.approx([0, 5 / 6, 1, 0, 1 / 3, 0, 0, 5 / 6, 1], abs=1e-6)
     # The first actor's 1/6, 1/3, -1/3, -2/3 have a mean of -1/8, the second one's 1/6 and 1/3 one of 1/4.
@@ -61,7 +74,7 @@ def test_worked_advantages(policy, three_rows):
     assert metrics == pytest.approx(dict.fromkeys(names, 0.0), abs=1e-9)
     # With lambda 1 each target is the reward; advantages of a teacher are added after whitening.
     taught = replace(three_rows, token_advantages=np.full(9, 2, dtype=np.float32))
-    batch, targets, _ = estimate_advantages(policy, taught, ROWS, 100, CriticConfig(lam=1.0))
+    batch, targets, _ = estimated(policy, taught, 100, CriticConfig(lam=1.0))
     assert targets.returns.tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1]
     up, down = 2 + 0.75**0.5, 2 - 0.75**0.5  # of 1/3, 1/3, -2/3, -2/3 with variance 1 / 3
     np.testing.assert_allclose(batch.token_advantages, [2, up, up, 2, down, down, 2, 2, 2], atol=1e-5)
@@ -71,27 +84,30 @@ def test_worked_advantages(policy, three_rows):
 def test_the_gradient_of_the_head_is_that_of_half_the_squared_error(policy, three_rows, budget):
     """At the old values the clip has no effect: the gradient of the bias is the mean of V - R, of the weight that of
     (V - R) * state. The policy has the gradient that it has without a critic."""
-    batch, targets, _ = estimate_advantages(policy, three_rows, ROWS, 100, CriticConfig(lam=0.5))
-    loss = Loss(LossConfig(type="reinforce"), num_actors=2)
+    batch, critic, _ = estimated(policy, three_rows, 100, CriticConfig(lam=0.5))
     gradients = []
-    for given in (targets, None):
+    for given in (critic, None):
+        terms = Terms().begin(LossConfig(type="reinforce"), batch.actors)
+        terms.on += [] if given is None else [given]
         policy.optimizer.zero_grad(set_to_none=True)
         micros = list(micro_batches(batch, ROWS, budget))
         log = UpdateLog(batch.actors)
-        accumulate(policy, micros, [micro.rollout_logprobs_N for micro in micros], loss, log, given)
+        accumulate(policy, micros, [micro.rollout_logprobs_N for micro in micros], terms, log)
         gradients.append([parameter.grad.clone() for parameter in policy.trained_parameters()])
         if given is not None:
             error = torch.tensor([2 / 3 - r for r in (5 / 6, 1.0, 1 / 3, 0.0, 5 / 6, 1.0)])
-            assert float(policy.critic.bias.grad) == pytest.approx(float(error.mean()), abs=1e-6)
+            assert float(head_of(policy).bias.grad) == pytest.approx(float(error.mean()), abs=1e-6)
             (whole,) = micro_batches(batch, ROWS, 100)
             states = policy.model.model(whole.token_ids_T.view(3, 3)).last_hidden_state[:, :2].reshape(6, -1)
-            torch.testing.assert_close(policy.critic.weight.grad[0], error @ states.detach() / 6, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(
+                head_of(policy).weight.grad[0], error @ states.detach() / 6, rtol=1e-3, atol=1e-6
+            )
             log.join(policy.ranks)
             log.add_step(1.0)
             metrics = log.result()
             assert metrics["value_loss"] == pytest.approx(float(error.square().mean() / 2), rel=1e-5)
             assert metrics["value_mean"] == pytest.approx(2 / 3) and metrics["value_clip_fraction"] == 0
-    assert policy.critic.bias.grad is None
+    assert head_of(policy).bias.grad is None
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other) and one.isfinite().all()
 
@@ -104,9 +120,7 @@ def test_the_head_learns_the_rewards_of_its_states(policy, three_rows):
     ]
     assert abs(explained[0]) < 1e-9 and explained[-1] > 0.8, explained
     (micro,) = micro_batches(three_rows, ROWS, 100)
-    with keep_states(policy) as states:
-        policy.logprobs(micro)
-    values = values_of(policy, micro, states).tolist()
+    values = head_of(policy)(policy.read(micro, Needs(hidden=True)).hidden_N)[:, 0].tolist()
     assert min(values[0], values[1], values[4], values[5]) > max(values[2], values[3])
 
 
@@ -123,9 +137,9 @@ def test_a_checkpoint_has_the_head_and_its_moments(tmp_path, small_model, three_
     (one, trains), (other, resumes) = learner(0), learner(1)
     assert step(trains).metrics["default"]["value_loss"] == pytest.approx(1 / 9, rel=1e-5)  # var(1, 0, 1) / 2
     resumes.load(trains.save(tmp_path, 1, {}))
-    assert one.critic.weight.abs().max() > 0
+    assert head_of(one).weight.abs().max() > 0
     step(trains), step(resumes)
-    for mine, theirs in zip(one.critic.parameters(), other.critic.parameters(), strict=True):
+    for mine, theirs in zip(head_of(one).parameters(), head_of(other).parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -139,7 +153,7 @@ def test_an_update_that_fails_leaves_the_bias_as_it_was(small_model, three_rows,
     monkeypatch.setattr("turnwise.train.update.update.accumulate", fail)
     with pytest.raises(OSError):
         learner.update(three_rows, ["default"], {}, np.random.default_rng(0), lambda done, total: None)
-    assert policy.critic.bias.tolist() == [0] and not learner.torn
+    assert head_of(policy).bias.tolist() == [0] and not learner.torn
 
 
 def test_what_can_have_no_critic_is_named(small_model):

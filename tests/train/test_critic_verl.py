@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from turnwise.train.config.optimization import CriticConfig, LossConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.critic import CLIP, value_head
+from turnwise.train.terms.critic import CLIP, HEAD, value_head
 from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
 
@@ -54,8 +54,8 @@ def test_three_steps_of_three_epochs_are_verls(small_model, random_batch, seed):
 
     torch.manual_seed(seed)
     policy = Policy("default", small_model(seed)[0].double(), UPDATE, total_steps=100)
-    policy.add_critic(value_head(policy).double(), CRITIC_LR)
-    model, head = copy.deepcopy(policy.model), copy.deepcopy(policy.critic)
+    policy.add_head(HEAD, value_head(policy).double(), CRITIC_LR)
+    model, head = copy.deepcopy(policy.model), copy.deepcopy(policy.heads[HEAD].module)
     groups = [
         {"params": list(model.parameters())},
         {"params": list(head.parameters()), "lr": CRITIC_LR, "weight_decay": 0},
@@ -96,7 +96,7 @@ def test_three_steps_of_three_epochs_are_verls(small_model, random_batch, seed):
         assert metrics["explained_variance"] == pytest.approx(explained, abs=1e-5)
     assert min(clipped) > 0, "both clips must have an effect"
     ours, theirs = dict(policy.model.named_parameters()), dict(model.named_parameters())
-    ours |= {f"critic.{name}": each for name, each in policy.critic.named_parameters()}
+    ours |= {f"critic.{name}": each for name, each in policy.heads[HEAD].module.named_parameters()}
     theirs |= {f"critic.{name}": each for name, each in head.named_parameters()}
     before = dict(small_model(seed)[0].double().named_parameters())
     assert ours.keys() == theirs.keys()

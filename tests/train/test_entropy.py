@@ -11,7 +11,8 @@ from turnwise.train.checkpoint.checkpoint import load_checkpoint, save_checkpoin
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.entropy import adapt_entropy_coefficient, entropy_coefficient
+from turnwise.train.terms.entropy import EntropyBonus
+from turnwise.train.terms.registry import terms_of
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
 
@@ -21,22 +22,22 @@ def policy(small_model):
     return Policy("default", small_model()[0], UpdateConfig(), total_steps=9)
 
 
-def test_the_coefficient_follows_the_entropy(policy):
+def test_the_coefficient_follows_the_entropy():
     """A target of 0.5 and steps of 0.01 from 0.02: below the target it rises, above it falls and is not applied."""
-    config = LossConfig(entropy_coef=0.02, entropy_target=0.5, entropy_step=0.01)
+    config, term = LossConfig(entropy_coef=0.02, entropy_target=0.5, entropy_step=0.01), EntropyBonus()
     applied = []
     for entropy in (0.4, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.4, math.nan, 0.4):
-        applied.append(entropy_coefficient(policy, config))
-        adapt_entropy_coefficient(policy, entropy, config)
+        applied.append(term.coefficient(config))
+        term.adapt(entropy, config)
     # 0.02, then 0.03, 0.04, 0.04 on the target, 0.03, 0.02, 0.01, 0, 0.01, 0.01 of an entropy that is no number, 0.02.
     assert applied == pytest.approx([0.02, 0.03, 0.04, 0.04, 0, 0, 0, 0, 0.01, 0.01])
-    assert entropy_coefficient(policy, config) == pytest.approx(0.02)
+    assert term.coefficient(config) == pytest.approx(0.02)
 
 
-def test_without_a_target_the_coefficient_stays(policy):
-    config = LossConfig(entropy_coef=-0.02)
-    adapt_entropy_coefficient(policy, 0.1, config)
-    assert entropy_coefficient(policy, config) == -0.02 and policy.entropy_coef is policy.last_entropy is None
+def test_without_a_target_the_coefficient_stays():
+    config, term = LossConfig(entropy_coef=-0.02), EntropyBonus()
+    term.adapt(0.1, config)
+    assert term.coefficient(config) == -0.02 and term.coef is term.last is None
 
 
 @pytest.mark.parametrize("target", [0.01, 100.0])
@@ -54,7 +55,7 @@ def test_an_update_applies_the_coefficient_and_a_checkpoint_keeps_it(
     load_checkpoint(path, {"default": other})
     second = update_policy(other, batch, settings, config, rng)
     assert second["entropy_coef"] == pytest.approx(0.03 if target == 100 else 0)
-    assert other.entropy_coef == pytest.approx(0.04 if target == 100 else 0)
+    assert terms_of(other)["entropy"].coef == pytest.approx(0.04 if target == 100 else 0)
     # The steps change the weights by next to nothing, so the losses differ by the bonus.
     difference = (second["entropy_coef"] - first["entropy_coef"]) * first["entropy"]
     assert first["loss"] - second["loss"] == pytest.approx(difference, rel=1e-2)

@@ -14,12 +14,15 @@ from turnwise.inference import TransformersClient
 from turnwise.inference.common.hf_model import limit_head, token_rows, tokens_of
 from turnwise.inference.vllm.worker import WorkerExtension
 from turnwise.inference.weights.lora import SharedBase
-from turnwise.train.config.optimization import UpdateConfig
+from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig
+from turnwise.train.model.head import Needs
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy, limit_heads
-from turnwise.train.update.teaching import Teaching
+from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.teaching import Teaching, teach
+from turnwise.train.terms.term import Part
 from turnwise.types import ModelRequest, Sampling
 
 EXTRA = 20
@@ -80,11 +83,14 @@ def test_a_teacher_with_another_head_teaches_the_tokens_that_both_have(small_mod
     }
     if limited:
         limit_heads(policies, tokenizer)
-    teaching = Teaching({"first": policies["t"], "second": policies["t"]}, 4, 1.0)
+    teach(policies["p"], Teaching({"first": policies["t"], "second": policies["t"]}, 4, 1.0))
     (micro,) = micro_batches(random_batch(0, rows=4), np.arange(4), 1000, trie_share=0.0)
-    logprobs_N, _, kl_N = teaching.logprobs(policies["p"], micro, ["first", "second"])
-    ids_Nk, _ = policies["t"].forward.top(micro, 4, policies["p"].forward.rows)
-    assert logprobs_N.isfinite().all() and (kl_N >= -1e-6).all() and kl_N.max() > 0
+    terms = terms_of(policies["p"]).begin(LossConfig(), ["first", "second"])
+    (part,) = terms.minibatch(policies["p"], [Part(micro, micro.rollout_logprobs_N)])
+    read = terms.read(policies["p"], part)
+    kl = terms["teaching"].loss(read, part).loss
+    ids_Nk = policies["t"].read(micro, Needs(top_k=4, rows=policies["p"].forward.rows)).top_ids_Nk
+    assert read.logprobs_N.isfinite().all() and float(kl.detach()) > 0
     assert int(ids_Nk.max()) < (len(tokenizer) if limited else len(tokenizer) + min(own, EXTRA))
 
 

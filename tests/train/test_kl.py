@@ -13,7 +13,8 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.kl import KLPenalty, adapted
+from turnwise.train.terms.kl import KLPenalty, adapted
+from turnwise.train.terms.registry import terms_of
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
 from turnwise.types import Sample
@@ -64,14 +65,14 @@ def test_an_update_adapts_the_coefficient_and_a_checkpoint_keeps_it(tmp_path, ra
     batch, loss = random_batch(0, rows=10), LossConfig(kl=TARGET)
     first = update_policy(policy, batch, UpdateConfig(), loss, np.random.default_rng(0))
     assert first["kl"] > 0.06 and first["kl_coef"] == 0.1
-    assert policy.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 10 / 100))
+    assert terms_of(policy)["kl"].coef == pytest.approx(0.1 * (1 + 0.2 * 10 / 100))
     policy.skipped = 2
     path = save_checkpoint(tmp_path, 1, {"default": policy}, {})
     other = Policy("default", small_model(seed=1)[0], UpdateConfig(), total_steps=9, with_reference=True)
     load_checkpoint(path, {"default": other})
-    assert (other.kl_coef, other.skipped) == (policy.kl_coef, 2)
+    assert (terms_of(other)["kl"].coef, other.skipped) == (terms_of(policy)["kl"].coef, 2)
     second = update_policy(other, batch, UpdateConfig(), loss, np.random.default_rng(0))
-    assert second["kl_coef"] == policy.kl_coef
+    assert second["kl_coef"] == terms_of(policy)["kl"].coef
 
 
 def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
@@ -126,7 +127,7 @@ def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_traine
     lines = lines_of(trainer.config.run_dir)
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-5) and lines[0]["kl_coef"] == 0.5
     assert abs(lines[2]["kl"]) > 1e-4 and {"first/kl", "second/kl", "kl_penalty"} <= set(lines[2])
-    assert lines[2]["kl_coef"] != 0.5 and trainer.policies["default"].kl_coef != lines[2]["kl_coef"]
+    assert lines[2]["kl_coef"] != 0.5 and terms_of(trainer.policies["default"])["kl"].coef != lines[2]["kl_coef"]
     for line, rewards in zip(lines, seen, strict=True):
         assert np.mean(rewards) == pytest.approx(line["reward"] - line["kl_penalty"], abs=1e-6)
 

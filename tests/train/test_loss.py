@@ -11,9 +11,12 @@ import torch
 from turnwise.ops import GSPO, Clip, Custom, KLCov, policy_loss
 from turnwise.train.config.optimization import CorrectionConfig, KLConfig, LossConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.head import Read
 from turnwise.train.model.micro_batch import micro_batches
-from turnwise.train.update.loss import Loss, check_loss, with_sample_sizes
-from turnwise.train.update.loss_types import make_variant, registry
+from turnwise.train.terms.loss_types import make_variant, registry
+from turnwise.train.terms.policy_loss import with_sample_sizes
+from turnwise.train.terms.registry import Terms, check_loss
+from turnwise.train.terms.term import Part
 from turnwise.train.validate import load_config
 
 OWN = """
@@ -30,9 +33,10 @@ def one_micro(batch):
     return micro
 
 
-def call(config, micro, logprobs_N, old_N, entropies_N=None):
-    loss = Loss(config, num_actors=2)
-    return loss(logprobs_N, micro, old_N, None, loss.normalizer([micro]), entropies_N=entropies_N)
+def call(config, micro, logprobs_N, old_N, entropies_N=None, reference_N=None):
+    terms = Terms().begin(config, ["first", "second"])
+    (part,) = terms.minibatch(None, [Part(micro, old_N)])
+    return terms.loss(Read(logprobs_N, entropies_N, reference_N=reference_N), part)[0]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -68,9 +72,7 @@ def test_the_kl_term_is_weighted_by_the_ratio_where_asked(random_batch, weighted
     old = micro.rollout_logprobs_N
     lp, kl = old + math.log(2), 0.5 + math.log(2) - 1
     config = LossConfig(type="gpg", kl=KLConfig(coef=0.25, importance_weighted=weighted))
-    loss = Loss(config, num_actors=2)
-    out = loss(lp, micro, old, old, loss.normalizer([micro]))
-    plain = loss(lp, micro, old, lp, loss.normalizer([micro]))
+    out, plain = (call(config, micro, lp, old, reference_N=reference) for reference in (old, lp))
     assert float(out.loss - plain.loss) == pytest.approx(0.25 * kl * (2 if weighted else 1), rel=1e-4)
     assert float(out.metrics["kl"]) == pytest.approx(kl, rel=1e-5)
 
@@ -111,7 +113,7 @@ def test_entropy_is_taken_from_the_loss_the_way_it_is_aggregated(random_batch, a
 
 def test_tokens_are_singled_out_among_the_whole_minibatch(random_batch):
     batch = random_batch(4, rows=20)
-    loss = Loss(LossConfig(type="kl-cov", options={"share": 0.1}), num_actors=2)
+    loss = Terms().begin(LossConfig(type="kl-cov", options={"share": 0.1}), batch.actors)["policy_loss"]
     assert isinstance(loss.variant, KLCov)
     logprobs = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(1))
     chosen = []
@@ -126,7 +128,8 @@ def test_tokens_are_singled_out_among_the_whole_minibatch(random_batch):
 
 def test_a_draw_does_not_depend_on_the_order_of_the_micro_batches(random_batch):
     batch = random_batch(4, rows=20)
-    loss = Loss(LossConfig(type="clip-cov", options={"share": 0.1, "lower": -9.0, "upper": 9.0}), num_actors=2)
+    config = LossConfig(type="clip-cov", options={"share": 0.1, "lower": -9.0, "upper": 9.0})
+    loss = Terms().begin(config, batch.actors)["policy_loss"]
     logprobs = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(1))
     chosen = []
     for direction in (1, -1):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.train.update.teaching import Teaching
+from turnwise.train.terms.teaching import Teaching, teach
 
 from ..trained import lines_of
 
@@ -47,7 +47,7 @@ async def test_tied_rows_train_exactly_if_another_term_trains_them(make_trainer,
 async def test_the_rows_of_a_frozen_policy_and_of_untaught_actors_are_dropped(make_two_policies):
     trainer = make_two_policies("run", steps=1)
     learner = trainer.policies["learner"]
-    learner.teaching = Teaching({"first": trainer.policies["rival"]}, 4, 1.0)
+    teach(learner, Teaching({"first": trainer.policies["rival"]}, 4, 1.0))
     tie(trainer)
     await trainer.run()
     (row,) = lines_of(trainer.config.run_dir)

@@ -13,9 +13,11 @@ import torch
 from turnwise.ops import Rejection
 from turnwise.train.config.optimization import LossConfig, MasksConfig, UpdateConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.model.head import Read
 from turnwise.train.model.micro_batch import SINGLE_RANK, micro_batches, pack
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.loss import Loss
+from turnwise.train.terms.registry import Terms
+from turnwise.train.terms.term import Part
 from turnwise.train.update.update import old_logprobs, update_policy
 from turnwise.train.validate import load_config
 
@@ -68,16 +70,15 @@ def three_rows(random_batch):
 def test_worked_masks(three_rows, masks, kept, counted, budget):
     """The gradient of the token mean: minus the advantage of the kept tokens, over the tokens that count."""
     batch, policy = three_rows
-    loss = Loss(LossConfig(type="reinforce", masks=MasksConfig(**masks)), num_actors=2)
+    terms = Terms().begin(LossConfig(type="reinforce", masks=MasksConfig(**masks)), batch.actors)
     micros = list(micro_batches(batch, np.arange(3), budget))
     assert len(micros) == {1: 3, 6: 2, 100: 1}[budget]
     current = [policy.logprobs(micro).requires_grad_() for micro in micros]
-    masked = loss.masks.apply(policy, micros, current)
-    normalizer = loss.normalizer([one.micro for one in masked])
+    masked = terms.minibatch(policy, [Part(*each) for each in zip(micros, current, strict=True)])
     gradient = torch.zeros(9)
     for one, logprobs in zip(masked, current, strict=True):
-        rollout = one.micro.rollout_logprobs_N
-        loss(logprobs, one.micro, rollout, None, normalizer, kept_N=one.kept_N).loss.backward()
+        one.old_logprobs_N = one.micro.rollout_logprobs_N
+        terms.loss(Read(logprobs), one)[0].loss.backward()
         gradient[one.micro.token_N] = logprobs.grad
     want = -torch.tensor([-1.0, 1.0, -1.0])[:, None] * torch.tensor(kept) / counted
     torch.testing.assert_close(gradient.reshape(3, 3)[:, 1:], want)
@@ -88,7 +89,9 @@ def test_worked_masks(three_rows, masks, kept, counted, budget):
 def test_no_mask_leaves_the_micro_batches_as_they_are(three_rows):
     batch, policy = three_rows
     micros = list(micro_batches(batch, np.arange(3), 100))
-    (one,) = Loss(LossConfig(), num_actors=2).masks.apply(policy, micros, [])
+    (one,) = (
+        Terms().begin(LossConfig(), batch.actors).minibatch(policy, [Part(micros[0], micros[0].rollout_logprobs_N)])
+    )
     assert one.micro is micros[0] and one.kept_N is None and one.dropped == {}
 
 
@@ -137,7 +140,7 @@ def test_an_override_names_a_criterion():
     config = load_config(
         None, [("update.old_logprobs", "recompute"), ("loss.masks.rejection.seq-mean-k1", "[0.99, 1.01]")]
     )
-    (criterion,) = Loss(config.loss, num_actors=1).masks.criteria
+    (criterion,) = Terms().begin(config.loss, ["actor"])["masks"].criteria
     assert criterion == Rejection("seq-mean", "k1", 1.01, 0.99)
 
 

@@ -94,16 +94,16 @@ def test_an_error_of_the_memory_halves_micro_batches_once(monkeypatch, random_ba
     assert is_out_of_memory(error) and not is_out_of_memory(RuntimeError("shapes differ"))
     batch, sizes = random_batch(0, rows=12), []
     policy, expected = make(), make()
-    own = policy.logprobs
+    own = policy.read
 
-    def limited(micro, entropy=False):
+    def limited(micro, needs):
         sizes.append(micro.num_tokens)
         if micro.num_tokens > limit:
             raise error
-        return own(micro, entropy=entropy)
+        return own(micro, needs)
 
     limit = 40
-    monkeypatch.setattr(policy, "logprobs", limited)
+    monkeypatch.setattr(policy, "read", limited)
     with pytest.warns(RuntimeWarning, match=r"policy 'solver': memory ran out.*update.micro_batch_tokens is halved"):
         metrics = run(policy, batch, 64)
     assert max(sizes) > limit and policy.micro_batch_tokens(64) == 32 and metrics["updates"] == 1
@@ -120,7 +120,7 @@ def test_an_error_of_the_memory_halves_micro_batches_once(monkeypatch, random_ba
 
 def test_another_error_is_raised_as_it_is(monkeypatch, random_batch):
     policy = make()
-    monkeypatch.setattr(policy, "logprobs", lambda micro, entropy=False: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(policy, "read", lambda micro, needs: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match="size"):
         run(policy, random_batch(0, rows=3))
 

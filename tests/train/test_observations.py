@@ -17,9 +17,10 @@ from turnwise.samples.collect import collect_samples, mark_observations
 from turnwise.samples.pack import pack, select
 from turnwise.train.config.optimization import CriticConfig, LossConfig, MasksConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.critic import value_head
-from turnwise.train.update.loss import Loss
-from turnwise.train.update.update import UpdateLog, accumulate, update_policy
+from turnwise.train.terms.critic import HEAD, value_head
+from turnwise.train.terms.registry import Terms
+from turnwise.train.update.log import UpdateLog
+from turnwise.train.update.update import accumulate, update_policy
 from turnwise.train.validate import load_config
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sampling, Step
 from turnwise.utils.threads import run_to_end
@@ -92,8 +93,9 @@ def double_policy(small_model, **settings):
 def gradient(policy, batch, config, budget):
     """The gradient of one minibatch, and the metrics of the update."""
     micros = policy.cut(batch, ROWS, budget)
-    loss, log = Loss(config, num_actors=2), UpdateLog(batch.actors)
-    accumulate(policy, micros, [micro.rollout_logprobs_N for micro in micros], loss, log)
+    terms = Terms().begin(config, batch.actors)
+    log = UpdateLog(batch.actors, terms.weights)
+    accumulate(policy, micros, [micro.rollout_logprobs_N for micro in micros], terms, log)
     made = torch.cat([each.grad.flatten() for each in policy.trained_parameters()])
     policy.optimizer.zero_grad(set_to_none=True)
     log.join(policy.ranks)
@@ -148,7 +150,7 @@ def test_no_other_sum_counts_observed_tokens(small_model, chats, changes):
     for batch, coef in ((replace(chats, observation_mask=None), 0.0), (chats, 1e-30)):
         policy = double_policy(small_model)
         if "critic" in changes:
-            policy.add_critic(value_head(policy).double(), 1e-2)
+            policy.add_head(HEAD, value_head(policy).double(), 1e-2)
         config = LossConfig(observations=coef, **changes)
         results.append((update_policy(policy, batch, update, config, np.random.default_rng(0)), policy))
     (plain, one), (marked, other) = results

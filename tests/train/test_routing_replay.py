@@ -25,9 +25,13 @@ from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import RoutingCounts, micro_batches, pack
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.prefix_tree import PrefixTree
+from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.teaching import Teaching, teach
+from turnwise.train.terms.term import Part
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor, EpisodeRequest, RoutedExperts, Sample
@@ -221,8 +225,11 @@ def test_a_reference_chooses_its_own_experts(tree_batch):
     micro = pack(batch, np.arange(len(batch)))
     own, _ = policy.forward(micro.without_experts())
     torch.testing.assert_close(policy.reference_logprobs(micro), own.detach())
-    ids, _ = policy.forward.top(micro, 3)
-    assert torch.equal(ids, policy.forward.top(micro.without_experts(), 3)[0])
+    pupil = Policy("pupil", build("qwen3_moe"), UpdateConfig(), total_steps=1)
+    teach(pupil, Teaching({name: policy for name in batch.actors}, 3, 1.0))
+    terms = terms_of(pupil).begin(LossConfig(), batch.actors)
+    ids_Nk = policy.read(micro.without_experts(), Needs(top_k=3, rows=pupil.forward.rows)).top_ids_Nk
+    assert torch.equal(terms["teaching"].others(pupil, Part(micro, micro.rollout_logprobs_N)), ids_Nk)
 
 
 def test_an_update_counts_what_it_replays(tree_batch):

@@ -14,7 +14,6 @@ from turnwise import ops
 from turnwise.ops import ImportanceCorrection
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.critic import value_head
 from turnwise.train.update.update import update_policy
 
 SEQUENCE = {"importance_correction": {"level": "sequence", "cap": 2.0}}
@@ -34,8 +33,6 @@ def test_metrics_do_not_depend_on_the_cut_into_micro_batches(random_batch, small
     for tokens in (10_000, 40, 8):
         update = UpdateConfig(lr=1e-3, micro_batch_tokens=tokens, old_logprobs="recompute", ppo_epochs=2)
         policy = Policy("default", copy.deepcopy(model), update, total_steps=9, with_reference=True)
-        if loss.critic is not None:
-            policy.add_critic(value_head(policy), loss.critic.lr)
         batch = random_batch(3, rows=12)
         found.append(update_policy(policy, batch, update, loss, np.random.default_rng(0)))
     whole, *cut = ({key: value for key, value in each.items() if key != "unique_token_share"} for each in found)

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.run.checks import distill_problems
 from turnwise.run.policy_sharing import resolve_policies
-from turnwise.train.config.toml import ConfigError, to_toml
-from turnwise.train.validate import config_from_dict, load_config
+from turnwise.train.config.toml import ConfigError, parse_settings, to_toml
+from turnwise.train.validate import config_from_dict, contradictions, load_config
 from turnwise.types import Actor
 
 TEAM = [Actor("solver"), Actor("critic")]
@@ -102,7 +101,7 @@ def test_a_teacher_that_teaches_nothing_is_refused():
 )
 def test_settings_that_do_not_fit_a_teacher_are_told(changes, problem):
     config = {"actors": {"critic": {"teacher": "big"}}, "policies": {"default": {}, "big": {}}, **changes}
-    lines = distill_problems(config_from_dict(config))
+    lines = contradictions(parse_settings(config))
     assert (problem is None and lines == []) or (len(lines) == 1 and problem in lines[0]), lines
 
 

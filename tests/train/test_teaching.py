@@ -11,9 +11,10 @@ import torch
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.learner.sharded import weight_groups
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import pack, pad
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.teaching import Teaching, forward_kl
+from turnwise.train.terms.teaching import Teaching, forward_kl, teach
 from turnwise.train.update.update import update_policy
 
 
@@ -57,10 +58,13 @@ def test_other_tokens_are_read_as_the_softmax_has_them(random_batch, small_model
     logits, _ = logits_of(model, micro)
     want = torch.log_softmax(logits / micro.temperatures_B[micro.row_N][:, None], -1)
     values, ids = want.topk(5, dim=-1)
-    found_ids, found = forward.top(micro, 5)
+    with torch.no_grad():
+        read = forward.read(micro, Needs(logprobs=False, top_k=5))
+    found_ids, found = read.top_ids_Nk, read.top_Nk
     torch.testing.assert_close(found.double(), values.detach(), rtol=0, atol=1e-5)
     torch.testing.assert_close(want.gather(1, found_ids), values, rtol=0, atol=1e-5)
-    logprobs, entropies, others = forward.with_others(micro, ids)
+    read = forward.read(micro, Needs(entropy=True, others_Nk=ids))
+    logprobs, entropies, others = read.logprobs_N, read.entropies_N, read.others_Nk
     plain, plain_entropies = forward(micro, entropy=True)
     assert torch.equal(logprobs, plain) and torch.equal(entropies, plain_entropies)
     torch.testing.assert_close(others.double(), values, rtol=0, atol=2e-5)
@@ -74,7 +78,7 @@ def test_the_gradient_is_that_of_the_kl(random_batch, small_model, budget):
     batch.advantages[:] = 0
     policy = Policy("default", model, UpdateConfig(), total_steps=1)
     big = Policy("big", teacher, UpdateConfig(), total_steps=1, trainable=False)
-    policy.teaching = Teaching({"second": big}, top_k=4, coef=0.7)
+    teach(policy, Teaching({"second": big}, top_k=4, coef=0.7))
     micro = pack(batch, np.arange(6))
     with torch.no_grad():
         batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro).numpy()
@@ -105,7 +109,7 @@ def test_a_teacher_trains_where_its_pupil_does(small_model):
     one, two, big, other = policy("one"), policy("two"), policy("big", False), policy("other", False)
     policies = {"one": one, "two": two, "big": big, "other": other}
     assert weight_groups(policies) == [["one", "big", "other"], ["two"]]
-    two.teaching = Teaching({"second": big}, top_k=4, coef=1.0)
+    teach(two, Teaching({"second": big}, top_k=4, coef=1.0))
     assert weight_groups(policies) == [["one", "other"], ["two", "big"]]
-    one.teaching = Teaching({"first": big}, top_k=4, coef=1.0)
+    teach(one, Teaching({"first": big}, top_k=4, coef=1.0))
     assert [sorted(group) for group in weight_groups(policies)] == [["big", "one", "other", "two"]]

@@ -10,7 +10,7 @@ import torch
 from turnwise.train.config.optimization import LossConfig, MasksConfig, UpdateConfig
 from turnwise.train.model.micro_batch import pack, pad
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.loss_types import registry
+from turnwise.train.terms.loss_types import registry
 from turnwise.train.update.update import old_logprobs, update_policy
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"]
@@ -270,10 +270,10 @@ def test_rows_that_do_not_fit_the_memory_are_named(random_batch, small_model, mo
     batch = random_batch(0, rows=4)
     longest = int(np.diff(batch.cu_seqlens).max())
 
-    def too_long(micro, entropy=False):
+    def too_long(micro, needs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(policy, "logprobs", too_long)
+    monkeypatch.setattr(policy, "read", too_long)
     said = (
         rf"its longest row has {longest}: lower update.micro_batch_tokens.* gradient_checkpointing.*CUDA out of memory"
     )

@@ -116,6 +116,7 @@ class LeafTuple final : public LeafReader {
     Leaf* policy(Leaf* object) override {
         PyObject* policy = policy_or_error(object_of(object));
         policies_.emplace_back(policy);
+        if (Policy::of(policy).mode == Policy::Share) throw Damaged("an object to copy, of a type that forks share");
         return leaf_of(policy);
     }
 

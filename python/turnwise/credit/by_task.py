@@ -10,6 +10,7 @@ import numpy as np
 from turnwise.credit.base import CENTERED, Credit
 from turnwise.samples.pack import advantages_of
 from turnwise.types import CreditAssigner, ExplainedCredit, GroupedCredit, Sample
+from turnwise.utils.registry import name_of
 
 
 class CreditByTask(Credit):
@@ -57,12 +58,12 @@ class CreditByTask(Credit):
         return (id(rule), *own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each rule that has one, by task."""
+        """Return the state of each rule that has one, with the name of its class, by task."""
         states: dict[str, Any] = {name: getattr(rule, "state_dict", dict)() for name, rule in self.rules.items()}
-        return {name: state for name, state in states.items() if state}
+        return {name: {"rule": name_of(type(self.rules[name])), "state": each} for name, each in states.items() if each}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; a task that was added since starts anew."""
+        """Restore the result of :meth:`state_dict`; a task that was added since, or has another rule, starts anew."""
         for name, each in state.items():
-            if name in self.rules:
-                self.rules[name].load_state_dict(each)
+            if name in self.rules and each["rule"] == name_of(type(self.rules[name])):
+                self.rules[name].load_state_dict(each["state"])

@@ -126,8 +126,7 @@ class OpenAIClient(GatedClient):
         if messages is request.messages:  # the messages contained no control tokens
             return {"prompt": self._format.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)}
         shown = self._format.arranged(messages or [])
-        text = self._format.tokenizer.apply_chat_template(shown, add_generation_prompt=True, tokenize=False)
-        return {"prompt": text}
+        return {"prompt": self._format.prompt_text(shown)}
 
     # -- in the endpoint's thread --------------------------------------------------------------------------------------
     async def _one(self, request: ModelRequest) -> ModelResponse:

@@ -32,7 +32,7 @@ from turnwise.run.clients import build_client
 from turnwise.run.models import check_critic, check_routing
 from turnwise.run.parts import build_callbacks, build_curriculum
 from turnwise.run.policy_sharing import own_bases
-from turnwise.run.ranks import rank_problems, shard
+from turnwise.run.ranks import shard
 from turnwise.run.start import run_warm_start, starting_questions
 from turnwise.run.tinker import build_remote, export_adapters, is_remote
 from turnwise.run.workers.attach import attach_workers
@@ -63,7 +63,8 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.run_folder import RunLock, check_records
-from turnwise.train.update.teaching import Teaching
+from turnwise.train.terms.registry import columns_of
+from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import run_in_program
@@ -199,7 +200,7 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     """Train the run of ``config`` on one of the ranks after the first, until rank 0 is done."""
     _prepare_torch(config)
     task = task_of(config)
-    config, actors, tokenizer, _ = check_config(config, task, warm=False)
+    config, actors, tokenizer, _ = check_config(config, task, warm=False, note=lambda _: None)
     # All weights are rank 0's, so here they are not even read.
     models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
@@ -223,17 +224,21 @@ def build_run(
     # Check everything before loading a model.
     task = task_of(config)
     resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
+    kept: list[str] = []
     config, actors, tokenizer, rows = check_config(
-        config, task, warm=bool(config.warm_start.steps) and warm and not resumes
+        config,
+        task,
+        warm=bool(config.warm_start.steps) and warm and not resumes,
+        note=kept.append if trains else None,
     )
-    if mesh is not None and (problems := rank_problems(config, mesh.size(), task.episodes().values())):
-        raise ConfigError("\n".join(problems))
     if trains:
         check_questions(config, task)
         if config.steps and not any(policy.trainable for policy in config.policies.values()):
             raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
+    for line in kept:
+        log.note(line)
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
@@ -299,7 +304,7 @@ def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], con
     for actor, teacher in config.teachers().items() if config.distill.top_k else ():
         by_policy.setdefault(policy_of[actor], {})[actor] = policies[teacher]
     for name, teachers in by_policy.items():
-        policies[name].teaching = Teaching(teachers, config.distill.top_k, config.distill.coef)
+        teach(policies[name], Teaching(teachers, config.distill.top_k, config.distill.coef))
 
 
 def _prepare_torch(config: TrainConfig) -> None:
@@ -370,7 +375,7 @@ def arena_for_client(
     if teachers := config.teachers():
         settings = config.distill.model_dump(exclude={"top_k"})
         arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
-    arena.marks_observations = config.loss.observations > 0
+    arena.marks_observations = "observation_mask" in columns_of(config.loss)
     if isinstance(task, SeveralTasks):
         arena.labels = task.labels()
         arena.teams = task.teams(actors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,21 +25,17 @@ from turnwise.run.parts import (
     tree_problem,
 )
 from turnwise.run.policy_sharing import resolve_policies
-from turnwise.run.ranks import expected_ranks, rank_problems
+from turnwise.run.ranks import expected_ranks
 from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
 from turnwise.tasks.several import Part, SeveralTasks
-from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import GATEWAY_TASKS, TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
 from turnwise.train.loop import EvalSet
-from turnwise.train.model.loading import (
-    check_models,
-    find_device,
-    sharing,
-)
+from turnwise.train.model.loading import check_models, find_device
+from turnwise.train.resume import settings_to_resume
 from turnwise.train.update.sft_data import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
 from turnwise.types import (
@@ -57,15 +53,19 @@ TINY_CONTEXT = 2048
 
 
 def check_config(
-    config: TrainConfig, task: Task, *, warm: bool
+    config: TrainConfig, task: Task, *, warm: bool, note: Callable[[str], None] | None = None
 ) -> tuple[TrainConfig, list[Actor], Any, SFTRows | None]:
     """Return the config with a policy for every actor, the actors, the tokenizer, and the rows of a ``warm`` start.
 
-    The function writes nothing and reads no weights. Raises :class:`ConfigError` with a line for each problem.
+    The function writes nothing and reads no weights. If the run goes on from a checkpoint, ``note`` gets a line for
+    each setting that stays as it is there; without ``note`` the config's own are returned. Raises :class:`ConfigError`
+    with a line for each problem.
     """
     problems = Problems()
     tokenizer, rows = None, None
     resolved, actors = resolve_config(config, task, problems)
+    if note is not None:
+        resolved = go_on(resolved, problems, note)
     with problems.gathered():
         find_device(config.device)
     with problems.gathered():
@@ -89,7 +89,6 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     config = with_default_credit(task, config)
     resolved, actors = config, list(task.actors)
     # Keys, credit rule, episodes, questions and actors, each of which may add problems.
-    problems.lines += contradictions(config)
     with problems.gathered():
         build_credit(config, task)
     for one, part in parts_of(config, task).values():
@@ -103,9 +102,8 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
         actors, resolved = resolve_policies(config, task.actors, task.name)
     with problems.gathered():
         actors = with_quotas(config, actors, task)
+    problems.lines += contradictions(resolved, expected_ranks(resolved), task.episodes().values())
     problems.lines += check_tinker(resolved)
-    problems.lines += distill_problems(resolved)
-    problems.lines += cluster_problems(resolved)
     seats = capabilities_of(task, TaskCapabilities).seats
     problems.lines += check_selfplay(resolved, actors, seats, task.name, exploitability_of(task))
     if config.eval.exploitability_every and exploitability_of(task) is not None:
@@ -119,6 +117,15 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
             f"their own limits ({', '.join(map(str, sorted(filter(None, limits))))}): see its task_options"
         )
     return resolved, actors
+
+
+def go_on(config: TrainConfig, problems: Problems, note: Callable[[str], None]) -> TrainConfig:
+    """Return the settings with which the run of the resolved ``config`` goes on from its checkpoint, if it has one."""
+    going_on = settings_to_resume(config)
+    problems.lines += going_on.refused
+    for line in going_on.kept:
+        note(line)
+    return going_on.config
 
 
 def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
@@ -138,12 +145,13 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     resolved, actors = resolve_config(config, task, problems)
     with problems.gathered():
         check_questions(resolved, task)
-    problems.lines += rank_problems(resolved, expected_ranks(resolved), task.episodes().values())
+    notes: list[str] = []
+    resolved = go_on(resolved, problems, notes.append)
     problems.raise_any()
     with problems.gathered():
         models = [] if is_remote(config) else describe_models(resolved, partial(tiny_model, config, task))
     problems.raise_any()
-    lines = [f"# {line}\n" for line in models]
+    lines = [f"# {line}\n" for line in [*notes, *models]]
     lines += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
     lines += [f"# actor {name!r} is taught by policy {teacher!r}\n" for name, teacher in resolved.teachers().items()]
     for name, episode in episodes_of(config, task).items():
@@ -353,78 +361,3 @@ def warm_start_rows(config: TrainConfig, task: Task) -> SFTRows:
     shown = task.demonstrations(settings.steps * settings.batch_size, config.seed)
     rows = demonstrated(shown, [actor.id for actor in task.actors], f"task {task.name!r}")
     return SFTRows(rows, f"{len(rows)} demonstrations of task {task.name!r}")
-
-
-def distill_problems(config: TrainConfig) -> list[str]:
-    """Return one line for each setting of ``[distill]`` that has no effect, or that does not fit the others."""
-    teachers = config.teachers()
-    if not teachers:
-        return [
-            f"config key 'distill.{key}' = {value!r}: has no effect without a teacher: expected actors.<name>.teacher"
-            for key, value in config.distill.model_dump(exclude_defaults=True).items()
-        ]
-    lines, rollout, first = [], config.rollout, next(iter(teachers))
-    if rollout.client == "vllm" and rollout.temperature != 1 and not config.distill.top_k:
-        lines.append(
-            f"config key 'rollout.temperature' = {rollout.temperature}: expected 1 with actors.{first}.teacher, as "
-            "vLLM scores tokens at temperature 1"
-        )
-    if config.distill.top_k:
-        key = f"config key 'distill.top_k' = {config.distill.top_k}"
-        if config.distill.hint != "none":
-            lines.append(f"{key}: the loss reads the actor's own prompts: expected 0 with distill.hint")
-        if is_remote(config):
-            lines.append(f"{key}: expected 0 with learner.type = 'tinker', whose losses have no such term")
-    if config.filter.dynamic_sampling_rounds and not config.distill.reward:
-        lines.append(
-            f"config key 'filter.dynamic_sampling_rounds' = {config.filter.dynamic_sampling_rounds}: expected 0, or "
-            "distill.reward = true: a taught actor learns from every question"
-        )
-    return lines
-
-
-def cluster_problems(config: TrainConfig) -> list[str]:
-    """Return one line for each setting of ``[cluster]`` that does not fit the others."""
-    cluster, default = config.cluster, ClusterConfig()
-    lines: list[str] = []
-    if cluster.backend == "embedded":
-        changed = sorted(cluster.model_dump(exclude_defaults=True))
-        return [
-            f"config section 'cluster.{name}': has no effect with cluster.backend = 'embedded': expected 'ray'"
-            for name in changed
-        ]
-    if cluster.backend == "static":
-        for name in ("learner", "engines", "address", "trust_network"):
-            if getattr(cluster, name) != getattr(default, name):
-                lines.append(
-                    f"config key 'cluster.{name}': has no effect with cluster.backend = 'static', which takes the "
-                    "processes that you started: name engines in rollout.server.url, start ranks with torchrun"
-                )
-        return lines
-    if config.learner.type != "local":
-        lines.append(
-            f"config key 'learner.type' = {config.learner.type!r}: expected 'local' with cluster.backend = 'ray'"
-        )
-    if cluster.arena.addresses:
-        lines.append("config key 'cluster.arena.addresses': is for cluster.backend = 'static'; Ray starts the workers")
-    if cluster.engines and config.rollout.client != "transformers":
-        lines.append(
-            f"config key 'rollout.client' = {config.rollout.client!r}: has no effect beside cluster.engines, which "
-            "sample: expected no setting here"
-        )
-    if cluster.arena.count and not cluster.engines:
-        lines.append("config key 'cluster.arena.count': workers need engines to sample from: set cluster.engines")
-    lines += _problems_of_pools(config)
-    return lines
-
-
-def _problems_of_pools(config: TrainConfig) -> Iterator[str]:
-    """Yield a line for each pool whose policies have several bases. The client's check finds other mistakes."""
-    groups = sharing(config.policies)
-    for name, pool in config.cluster.engines.items():
-        policies = set(pool.policies or config.policies)
-        if policies <= config.policies.keys() and not any(policies <= set(group) for group in groups):
-            yield (
-                f"config key 'cluster.engines.{name}.policies' = {sorted(policies)}: an engine serves one base: "
-                f"expected policies of one of {groups}"
-            )

@@ -16,7 +16,6 @@ from turnwise.cluster.ray_backend import RayBackend
 from turnwise.cluster.supervisor import Supervisor
 from turnwise.run.checks import check_config, check_questions, resolve_config, task_of, tiny_model
 from turnwise.run.models import model_of
-from turnwise.run.ranks import expected_ranks, rank_problems
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.league.build import groups_of
@@ -36,8 +35,6 @@ def train_on_cluster(config: TrainConfig) -> int:
     """Train ``config`` on its Ray cluster, and return the exit code of the run's first rank, or :data:`EXIT_LATER`."""
     task = task_of(config)
     resolved, *_ = check_config(config, task, warm=False)
-    if problems := rank_problems(resolved, expected_ranks(config), task.episodes().values()):
-        raise ConfigError("\n".join(problems))
     check_questions(resolved, task)
     with RayBackend(config.cluster) as backend:
         roles = roles_of(config.cluster)

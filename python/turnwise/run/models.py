@@ -14,11 +14,11 @@ from turnwise.inference.common.routed_experts import experts_of, watch_routers
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
 from turnwise.inference.weights.lora import activated
-from turnwise.train.config.policies import PolicyConfig
+from turnwise.train.config.policies import PolicyConfig, sharing
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.model.forward import LAYOUTS
-from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targets, load_model, load_models, sharing
+from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targets, load_model, load_models
 from turnwise.train.model.support import ModelFacts, causal_lm, facts_of
 
 TRIED = 50_000_000

@@ -17,6 +17,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, SubTeam
 from turnwise.train.health.guard import build_guard, check_health
 from turnwise.train.league.build import build_league, check_league
+from turnwise.train.terms.registry import terms_on
 from turnwise.types import Actor, CreditAssigner, CreditCapabilities, GenerateResult, TaskCapabilities, capabilities_of
 from turnwise.utils.registry import did_you_mean
 
@@ -83,7 +84,7 @@ def comparison_problem(credit: CreditAssigner, config: TrainConfig, task: Task) 
     The episodes of a task with several kinds may start each other, and attempts of one parent are compared.
     """
     rollout = config.rollout
-    trains_alone = config.loss.critic is not None or config.loss.observations or config.teachers() or not config.steps
+    trains_alone = any(term.trains_alone for term in terms_on(config.loss)) or config.teachers() or not config.steps
     if rollout.group_size > 1 or rollout.branches > 1 or rollout.tree.playouts or trains_alone:
         return ""
     if len(task.episodes()) > 1 or not needs_several_attempts(credit):

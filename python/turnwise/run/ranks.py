@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,8 +13,9 @@ import torch
 
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.model.loading import find_device, sharing
+from turnwise.train.model.loading import find_device
 from turnwise.train.model.policy import Policy
+from turnwise.train.validate import contradictions
 
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 """torchrun's variables, and those that ``srun`` sets for each task."""
@@ -51,43 +52,6 @@ def expected_ranks(config: TrainConfig) -> int:
     return 1 if variables is None else int({**os.environ, **variables}["WORLD_SIZE"])
 
 
-def rank_problems(config: TrainConfig, ranks: int, episodes: Collection[Any] = ()) -> list[str]:
-    """Return one line for each setting that doesn't fit training in ``ranks`` processes. It needs no model.
-
-    ``episodes`` are the task's. With ``policy_sharing`` resolved, groups of weights are checked as well.
-    """
-    if ranks == 1:
-        return []
-    lines, copies = list[str](), config.sharding.replicas
-    if config.learner.type != "local":
-        lines.append(
-            f"config key 'learner.type' = {config.learner.type!r}: expected one process, as a server trains; start "
-            "turnwise without torchrun"
-        )
-    if config.loss.critic is not None:
-        lines.append(
-            f"config key 'loss.critic': a value head trains in one process, not in {ranks}: expected no setting here"
-        )
-    if any(getattr(episode, "samples_under_grammars", False) for episode in episodes):
-        lines.append(
-            f"config key 'gateway.structured' = 'constrained': {ranks} processes don't renormalise over the allowed "
-            "tokens, so these calls would not train: expected one process, or another setting"
-        )
-    if ranks % copies:
-        lines.append(f"config key 'sharding.replicas' = {copies}: expected a divisor of the {ranks} processes")
-    if config.sharding.parallel and copies > 1:
-        lines.append("config keys 'sharding.parallel' and 'sharding.replicas': expected one of them, got both")
-    groups = sharing({name: each for name, each in config.policies.items() if each.trainable})
-    if config.sharding.parallel and not config.distill.top_k and groups and ranks % len(groups):
-        lines.append(
-            f"config key 'sharding.parallel' = true: expected a number of processes that the {len(groups)} groups of "
-            f"weights divide ({', '.join('+'.join(names) for names in groups)}), got {ranks}"
-        )
-    if config.device == "cpu" and config.sharding.offload:
-        lines.append("config key 'sharding.offload' = True: expected a GPU, got the device 'cpu'")
-    return lines
-
-
 def join_ranks(config: TrainConfig) -> Any:
     """Join the processes of this run, and return their ``DeviceMesh``; ``None`` for a process by itself.
 
@@ -96,7 +60,7 @@ def join_ranks(config: TrainConfig) -> Any:
     variables = rank_variables(os.environ)
     if variables is None:
         return None
-    if problems := rank_problems(config, expected_ranks(config)):
+    if problems := contradictions(config, expected_ranks(config)):
         raise ConfigError("\n".join(problems))
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

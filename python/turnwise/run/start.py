@@ -12,9 +12,9 @@ from typing import Any
 from turnwise.inference.common.hf_model import context_length
 from turnwise.tasks import Task
 from turnwise.train.checkpoint.warm_start import WarmStartSaver
+from turnwise.train.config.policies import sharing
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.model.loading import sharing
 from turnwise.train.update.held_out import HeldOutCheck
 from turnwise.train.update.sft import WarmStart, warm_start
 from turnwise.train.update.sft_data import Demonstration, SFTRows, fitting

@@ -21,7 +21,8 @@ from turnwise.train.learner.tinker.remote import RemoteAdapter, RemotePolicy
 from turnwise.train.learner.tinker.wire import SERVERS, ServerKind, server_loss
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.model.loading import TINY
-from turnwise.train.update.loss_types import make_variant
+from turnwise.train.terms.loss_types import make_variant
+from turnwise.train.terms.registry import Terms
 from turnwise.types import InferenceClient
 
 ALPHA = 32.0
@@ -62,23 +63,11 @@ def check_tinker(config: TrainConfig) -> list[str]:
 
 def _unserved(config: TrainConfig, kind: ServerKind) -> Iterator[tuple[str, Any, str]]:
     """Yield keys with their values and the reasons why the server can't serve them."""
-    loss, update, loop, default = config.loss, config.update, config.loop, type(config.update)()
+    update, loop, default = config.update, config.loop, type(config.update)()
     if config.rollout.temperature != 1:
         yield "rollout.temperature", config.rollout.temperature, "expected 1, at which a Tinker server trains"
-    if loss.kl.coef and loss.kl.apply_to == "loss":
-        yield "loss.kl.coef", loss.kl.coef, "its losses have no KL term: expected 0, or loss.kl.apply_to = 'reward'"
-    if loss.entropy_coef:
-        yield "loss.entropy_coef", loss.entropy_coef, "its losses have no entropy bonus: expected 0"
-    if loss.entropy_target is not None:
-        yield "loss.entropy_target", loss.entropy_target, "its losses have no entropy bonus: expected no setting"
-    if loss.observations:
-        yield "loss.observations", loss.observations, "its losses have no cross entropy of prompts: expected 0"
-    if loss.critic is not None:
-        yield "loss.critic", loss.critic.model_dump(), "no model is here for a value head: expected no setting"
-    if loss.baseline != "credit":
-        yield "loss.baseline", loss.baseline, "the server has no probabilities of all tokens: expected 'credit'"
-    if masks := loss.masks.model_dump(exclude_defaults=True):
-        yield "loss.masks", masks, "its losses have no masks: expected no setting"
+    for term in Terms().all.values():
+        yield from term.unserved(config.loss)
     if update.old_logprobs != "rollout":
         yield "update.old_logprobs", update.old_logprobs, "expected 'rollout': the sampler's log-probs are sent"
     for key in ("sequence_layout", "micro_batch_tokens", "max_nonfinite_updates"):

@@ -174,10 +174,13 @@ class _Header:
             places = fields["places"]
             if places is None:
                 places = list(range(len(names)))
-            frozen = set(fields["frozen"])
-            commits = dict(fields["commits"])
             if not isinstance(count, int) or not 0 <= count <= 2 * len(data):
                 raise ValueError(f"versions={count!r}")
+            indices = [*fields["frozen"], *(index for index, _ in fields["commits"])]
+            if not all(type(index) is int and 0 <= index < count for index in indices):  # others could hash alike
+                raise ValueError("a version that does not exist")
+            frozen = set(fields["frozen"])
+            commits = dict(fields["commits"])
             versions = [(index in frozen, commits.get(index, -1)) for index in range(count)]
             good = (
                 all(isinstance(name, str) for name in names)

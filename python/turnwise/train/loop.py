@@ -12,7 +12,7 @@ The synchronous and the asynchronous loop are the same: with ``loop.max_stalenes
 batches ahead of the update.
 
 Other modules run the episodes (``turnwise.arena``), compute advantages (``turnwise.credit``), hold and update the
-models (``train.learner``, with ``train.update`` and ``train.model``), define the checkpoint format
+models (``train.learner``, with ``train.update``, ``train.terms`` and ``train.model``), define the checkpoint format
 (``train.checkpoint``), and build the parts from a config (``turnwise.run``). ``examples/train_loop.py`` is
 the same loop without this class.
 """
@@ -55,7 +55,7 @@ from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
 from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
-from turnwise.train.update.kl import KLPenalty
+from turnwise.train.terms.kl import KLPenalty
 from turnwise.train.validate import check_contradictions
 from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text
@@ -128,7 +128,7 @@ class Trainer:
                 "config key 'eval.ablate' = true: expected the validation set's ablations, as in "
                 "EvalSet(requests, metric, ablations=...)"
             )
-        self._written_config = config
+        self._run_dir = config.run_dir
         config = config.model_copy(update={"run_dir": config.run_dir.absolute()})  # user code may change the folder
         self.arena, self.policies, self.config, self.validation = arena, policies, config, validation
 
@@ -219,7 +219,8 @@ class Trainer:
             self.log.note(self.lock.note)
         keep_their_rows(self)
         saved_arena = resume_run(self)
-        replace_text(self.config.run_dir / CONFIG_FILE, to_toml(self._written_config))
+        written = self.config.model_copy(update={"run_dir": self._run_dir})
+        replace_text(self.config.run_dir / CONFIG_FILE, to_toml(written))
         await self.sync_weights()
         self._saved_at = time.monotonic()
         for name, callback in self.callbacks.items():

@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.loss import moves_without_advantage
+from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.term import Term
 from turnwise.types import Sample
 
-Trains = Callable[[Policy, Sample], bool]
-"""Tells whether a term trains a sample of a policy."""
 
-
-def terms_beside_advantage(config: LossConfig, policies: Mapping[str, Policy]) -> dict[str, Trains]:
-    """Return the terms that train samples whose advantage is 0, by their config keys.
+def terms_beside_advantage(config: LossConfig, policies: Mapping[str, Policy]) -> dict[str, dict[str, Term]]:
+    """Return the terms that train samples whose advantage is 0, by their config keys and the policies.
 
     A KL penalty on the reward is none: it changes advantages.
     """
-    taught = any(_teachers(policy) for policy in policies.values())
-    terms: dict[str, tuple[bool, Trains]] = {
-        "loss.kl": (
-            config.kl.coef > 0 and config.kl.apply_to == "loss",
-            lambda policy, _: policy.reference is not None,
-        ),
-        "loss.entropy_coef": (config.entropy_coef != 0, _every),
-        "loss.entropy_target": (config.entropy_target is not None, _every),
-        "loss.observations": (config.observations > 0, _every),
-        "loss.critic": (config.critic is not None, _every),
-        "loss.baseline": (config.baseline != "credit", _every),
-        "loss.type": (moves_without_advantage(config), _every),
-        "distill.top_k": (
-            taught,
-            lambda policy, sample: sample.actor in _teachers(policy),
-        ),
-    }
-    return {key: trains for key, (is_on, trains) in terms.items() if is_on}
+    found: dict[str, dict[str, Term]] = {}
+    for name, policy in policies.items():
+        for term in terms_of(policy).all.values():
+            for key in term.beside_advantage(config):
+                found.setdefault(key, {})[name] = term
+    return found
 
 
 def keep_their_rows(trainer: TrainerView) -> None:
@@ -48,20 +34,12 @@ def keep_their_rows(trainer: TrainerView) -> None:
 
     def keep(sample: Sample) -> bool:
         policy = trainer.policies.get(sample.policy)
-        return policy is not None and policy.trainable and any(trains(policy, sample) for trains in terms.values())
+        if policy is None or not policy.trainable:
+            return False
+        return any(own[policy.name].trains(policy, sample) for own in terms.values() if policy.name in own)
 
     trainer.arena.filters = replace(filters, keep=keep)
     trainer.log.note(
         f"samples with an advantage of 0 train too, with {' and '.join(terms)}: filter.drop_zero_advantage does not "
         "drop them, and the metrics without_advantage/<cause> count them"
     )
-
-
-def _teachers(policy: Policy) -> Mapping[str, Policy]:
-    """Return the teachers of the policy's actors whose KL is in the loss; the policies of a server have none."""
-    teaching = getattr(policy, "teaching", None)
-    return {} if teaching is None else teaching.teachers
-
-
-def _every(policy: Policy, sample: Sample) -> bool:
-    return True

@@ -17,20 +17,30 @@ from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
-from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch, amend_progress, read_listed
+from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch, amend_progress, read_listed, read_state
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
+from turnwise.train.config.changes import Resumed, resumed
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import to_toml
 from turnwise.train.group_queue import Group, GroupQueue, batches_of, groups_of
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.rollout_queue import RolloutQueue
-from turnwise.train.run_folder import changes, check_records
+from turnwise.train.run_folder import check_records
 from turnwise.utils.files import replace_text
+from turnwise.utils.registry import name_of
 
 QUEUE = "queue.pickle"
 """File of a checkpoint with the batches that were sampled but not trained; absent if there are none."""
 
 STORES_FILE = "stores.json"
 """File in the run folder with the state that each store in a file had when the run began."""
+
+SETTINGS = "settings"
+"""Key of a checkpoint's state with the run's config as TOML."""
+
+CREDIT_RULE = "credit_rule"
+"""Key of a checkpoint's state with the name of the class whose state it holds as the credit rule's."""
 
 SamplerState = tuple[dict[str, Any], dict[str, Any]]
 """State of the arena, and of the random generators."""
@@ -85,6 +95,8 @@ def save_run(trainer: TrainerView) -> Path:
     # Collect the state that goes into the manifest, and the checkpoints that must stay.
     callbacks = trainer.callbacks.values()
     state = {
+        SETTINGS: to_toml(trainer.config),
+        CREDIT_RULE: name_of(type(trainer.arena.credit)),
         "progress": asdict(trainer.progress),
         "arena": arena,
         "random": generators,
@@ -157,6 +169,12 @@ def _note_first_unpicklable(trainer: TrainerView, batches: list[Any], error: Exc
     return len(batches)
 
 
+def settings_to_resume(config: TrainConfig) -> Resumed:
+    """Return the settings with which the run of ``config`` goes on, those of the config if it has no checkpoint."""
+    checkpoints = list_checkpoints(config.run_dir / "checkpoints") if config.resume else []
+    return resumed(config, read_state(checkpoints[-1]).get(SETTINGS) if checkpoints else None)
+
+
 def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     """Load the newest checkpoint and return the arena's state in it; ``None`` if there is no checkpoint.
 
@@ -164,6 +182,8 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     """
     check_records(trainer.config, trainer.log.note)
     checkpoints = list_checkpoints(trainer.checkpoints)
+    going_on = settings_to_resume(trainer.config)
+    trainer.config = going_on.or_raise()
     trainer.rollouts = new_queue(trainer)
     name_run(trainer.arena, trainer.config.run_dir)
 
@@ -188,7 +208,8 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
 
     # Nothing was damaged, so restore the rest of the run.
     trainer.progress = RunProgress(**state["progress"])
-    trainer.arena.load_state_dict(state["arena"])
+    arena = _without_other_rules(trainer, state)
+    trainer.arena.load_state_dict(arena)
     set_random_state(trainer.rng, state["random"])
     for name, saved in state["callbacks"].items():
         if name in trainer.callbacks:
@@ -206,10 +227,19 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
             trainer.log.step(unwritten["step"], row)
     repeated = f"; dropped the records of {dropped} later steps, which run again" if dropped else ""
     trainer.log.note(f"resumed from {newest} (step {trainer.progress.step}){repeated}")
-    for note in changes(trainer.config):
+    for note in [*going_on.changed, *going_on.kept]:
         trainer.log.note(note)
-    arena: Mapping[str, Any] = state["arena"]
     return arena
+
+
+def _without_other_rules(trainer: TrainerView, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arena's state in a checkpoint, without that of the credit rule if the run has another one now."""
+    arena: dict[str, Any] = state["arena"]
+    before, now = state.get(CREDIT_RULE), name_of(type(trainer.arena.credit))
+    if before in (None, now) or not arena["credit"]:
+        return arena
+    trainer.log.note(f"the credit rule {now} starts anew: the checkpoint has the baselines of {before}")
+    return {**arena, "credit": None}
 
 
 def _restore_queue(trainer: TrainerView, saved: list[Any]) -> None:

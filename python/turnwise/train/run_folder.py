@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from turnwise.train.checkpoint.checkpoint import ignored_checkpoints, list_checkpoints
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import CONFIG_FILE, ConfigError, differences
+from turnwise.train.config.toml import CONFIG_FILE, ConfigError
 from turnwise.train.log.writers import read_lines
 
 LOCK = ".run.lock"
@@ -148,25 +148,6 @@ def check_records(config: TrainConfig, note: Callable[[str], None] | None = None
             f"{folder / 'checkpoints'} has no checkpoint to resume from. Choose another run_dir, restore checkpoints "
             "or move the records away (checkpoint.minutes saves during a run)"
         )
-
-
-def changes(config: TrainConfig) -> list[str]:
-    """Describe how ``config`` differs from the settings of the run that it continues."""
-    changed = differences(config.run_dir / CONFIG_FILE, config)
-    if not changed:
-        return []
-    notes = [f"settings changed since then: {', '.join(changed)}"]
-    falling = [
-        name
-        for name, policy in config.policies.items()
-        if policy.trainable and config.optimizer_of(name).min_lr_ratio < 1
-    ]
-    if falling and any(line.startswith("steps ") for line in changed):
-        notes.append(
-            f"the learning rate of {', '.join(map(repr, falling))} falls over all steps (min_lr_ratio < 1): the steps "
-            "so far had other rates than in a run with the new number of steps from its start"
-        )
-    return notes
 
 
 def check_episode_types(config: TrainConfig, episodes: Collection[str]) -> None:

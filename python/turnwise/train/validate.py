@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from turnwise.credit import registry as credit_rules
+from turnwise.train.config.base import RunFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.config.sampling import CreditConfig
@@ -23,8 +23,8 @@ from turnwise.train.config.toml import (
     set_value,
     split_key,
 )
-from turnwise.train.update.loss import check_loss
-from turnwise.train.update.loss_types import find_loss
+from turnwise.train.terms.loss_types import find_loss
+from turnwise.train.terms.registry import loss_problems
 from turnwise.types import TaskCapabilities, capabilities_of
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
@@ -86,98 +86,21 @@ def read_config(
     return parse_settings(data)
 
 
-def contradictions(config: TrainConfig) -> list[str]:
-    """Return one line for each problem of keys that are valid alone but don't fit together."""
-    # Policies: their optimizer overrides, and their names, which become file names.
-    problems = []
+def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any] = ()) -> list[str]:
+    """Return one line for each problem of keys that are valid alone but don't fit together.
+
+    ``ranks`` processes train, and ``episodes`` are the task's.
+    """
+    problems: list[str] = []
     for name in config.policies:
         try:
             config.optimizer_of(name)
         except ValidationError as error:
             at = ("policies", name, "optimizer")
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
-    problems += [
-        f"config key 'policies.{name}': expected letters, digits, '_', '-' and '.', as files get this name"
-        for name in config.policies
-        if not re.fullmatch(r"\w[\w.-]*", name)
-    ]
-    problems += [
-        f"config key 'policies.{name}.dtype' = 'float16': gradients underflow in it; expected 'bfloat16' or 'float32' "
-        "for a policy that trains"
-        for name, policy in config.policies.items()
-        if policy.trainable and policy.dtype == "float16"
-    ]
-    # Losses and the warm start.
-    correction, update = config.loss.importance_correction, config.update
-    if correction is not None and update.old_logprobs != "recompute":
-        problems.append(
-            "config key 'loss.importance_correction': the weights compare the trainer's log-probs with the "
-            "sampler's, so they need update.old_logprobs = 'recompute'"
-        )
-    if config.loss.masks.rejection and update.old_logprobs != "recompute":
-        problems.append(
-            "config key 'loss.masks.rejection': it compares the trainer's log-probs with the sampler's, so it needs "
-            "update.old_logprobs = 'recompute'"
-        )
-    if config.warm_start.min_reward is not None and config.warm_start.data is None:
-        problems.append("config key 'warm_start.min_reward': needs warm_start.data, recorded episodes to choose from")
-    if config.loss.kl.target is not None and not config.loss.kl.coef:
-        problems.append("config key 'loss.kl.target': needs loss.kl.coef > 0, the coefficient that it starts from")
-    if config.loss.entropy_target is not None and config.loss.entropy_coef < 0:
-        problems.append("config key 'loss.entropy_target': needs loss.entropy_coef >= 0, from which it starts")
-    if config.loss.baseline != "credit" and config.loss.critic is not None:
-        problems.append(
-            f"config key 'loss.baseline' = {config.loss.baseline!r}: expected 'credit' with loss.critic, whose values "
-            "are the baseline"
-        )
-    problems += _refresh_problems(config)
-    problems += check_loss(config.loss)
-    # Checkpoints and the loop.
-    if config.checkpoint.keep_best and not config.eval.every:
-        problems.append("config key 'checkpoint.keep_best' = True: needs eval.every > 0, as validation finds the best")
-    if config.checkpoint.save_running_episodes and config.loop.max_staleness:
-        problems.append("config key 'checkpoint.save_running_episodes' = True: needs loop.max_staleness = 0")
-    if config.rollout.oversample > 1:
-        problems += _oversampling_problems(config)
-    if config.loop.deterministic and config.rollout.client != "transformers":
-        problems.append(
-            "config key 'loop.deterministic' = True: vLLM's batches depend on the clock, so log-probs differ in their "
-            "last bits; use rollout.client = 'transformers'"
-        )
-    return problems
-
-
-def _refresh_problems(config: TrainConfig) -> list[str]:
-    """Return the problems of ``loss.kl.refresh_every`` with other keys."""
-    if config.loss.kl.refresh_every is None:
-        return []
-    key = "config key 'loss.kl.refresh_every'"
-    problems = [] if config.loss.kl.coef else [f"{key}: needs loss.kl.coef > 0, without which there is no reference"]
-    for name, policy in config.policies.items():
-        if not policy.trainable:
-            continue
-        if policy.lora is not None:
-            problems.append(
-                f"{key}: the reference of the adapter 'policies.{name}' is its base without it, which has no weights "
-                "of its own: expected no lora"
-            )
-        elif policy.reference is not None:
-            problems.append(f"{key}: expected no policies.{name}.reference, as its reference takes its weights")
-    return problems
-
-
-def _oversampling_problems(config: TrainConfig) -> list[str]:
-    """Return the problems of ``rollout.oversample`` > 1 with other keys."""
-    key, ahead = f"config key 'rollout.oversample' = {config.rollout.oversample:g}", config.loop.max_staleness
-    wanted = {
-        "loop.max_staleness >= 1, as the groups that go on train by a later step": ahead >= 1,
-        f"at most 1 + loop.max_staleness = {1 + ahead}": config.rollout.oversample <= 1 + max(ahead, 1),
-        "loop.deterministic = false, as the clock decides which groups are whole": not config.loop.deterministic,
-        "filter.dynamic_sampling_rounds = 0, which judges whole draws": not config.filter.dynamic_sampling_rounds,
-        "league.share = 0, whose opponents change with each draw": not config.league.share,
-        "curriculum.sampling = 'task', as solve rates are kept by draw": config.curriculum.sampling == "task",
-    }
-    return [f"{key}: expected {text}" for text, holds in wanted.items() if not holds]
+    grammars = any(getattr(episode, "samples_under_grammars", False) for episode in episodes)
+    run = RunFacts(config=config, ranks=ranks, grammars=grammars)
+    return [*problems, *conflicts_of(run), *loss_problems(run)]
 
 
 # -- Expected values of keys -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import fractions
 import hashlib
 import itertools
 import json
+import pickle
 import random
 import re
 import resource
@@ -34,7 +35,7 @@ import torch
 
 from turnwise.arena.recording.lossless_json import decode, encode
 from turnwise.state import CheckpointError, OpaqueError, Store, files, load
-from turnwise.state.codec import CodecError, Names, Reader
+from turnwise.state.codec import CodecError, Names, Reader, Writer
 
 POINTER = base64.b64encode((0x4141414141414141).to_bytes(8, "little")).decode()
 EIGHT = base64.b64encode(bytes(8)).decode()
@@ -59,9 +60,11 @@ def bits(kind: str, change: dict[str, Any]) -> Any:
     return {"$generator": plain}
 
 
-def torch_generator(left: int, place: int) -> Any:
+def torch_generator(left: int, place: int, numbers: int | None = None) -> Any:
     state = bytearray(torch.Generator().get_state().numpy().tobytes())
     struct.pack_into("<QiiQ", state, 0, 3, left, 1, place)
+    if numbers is not None:
+        struct.pack_into("<624Q", state, 24, *[numbers] * 624)
     return {"$torch_generator": ["cpu", base64.b64encode(state).decode()]}
 
 
@@ -117,6 +120,24 @@ CRAFTED: dict[str, Any] = {
     "bool that is 2 in a field": array(struct_of(["|b1"], [3]), [1], ODD_BOOLS),
     "bool that is 2 in a tensor": {"$tensor": {"dtype": "bool", "shape": [8], "data": ODD_BOOLS}},
     "scalar bool that is 2": {"$scalar": ["|b1", base64.b64encode(b"\2").decode()]},
+    "array of objects that holds itself": {"$array": {"dtype": "|O", "shape": [1], "items": [{"$ref": 0}]}},
+    "arrays of objects that hold each other": {
+        "$array": {
+            "dtype": "|O",
+            "shape": [1],
+            "items": [{"$array": {"dtype": "|O", "shape": [], "items": [{"$ref": 0}]}}],
+        }
+    },
+    "more rows than bytes": array("<f8", [2**40, 0], ""),
+    "tensor of more rows than bytes": {"$tensor": {"dtype": "float32", "shape": [2**40, 0], "data": ""}},
+    "fields that overlap": array(struct_of(["|b1"] * 9, [0] * 9), [1]),
+    "unit of no parts": {"$dtype": "<M8[D/0]"},
+    "unit of 0": array("<m8[0s]", [1]),
+    "character that does not exist": array("<U2", [1], base64.b64encode(b"\xff" * 8).decode()),
+    "character that does not exist, swapped": array(">U2", [1], base64.b64encode(b"\1\0\0\0" * 2).decode()),
+    "tensor that is quantized": {"$tensor": {"dtype": "quint8", "shape": [8], "data": EIGHT}},
+    "tensor of a module": {"$tensor": {"dtype": "_inductor", "shape": [0], "data": ""}},
+    "tensor without memory": {"$tensor": {"dtype": "float64", "shape": [1], "data": EIGHT, "device": "meta"}},
     "tensor of more items": {"$tensor": {"dtype": "float32", "shape": [1 << 30], "data": EIGHT}},
     "tensor of no type": {"$tensor": {"dtype": "load", "shape": [1], "data": EIGHT}},
     "generator beyond its numbers": bits("MT19937", {"pos": 1 << 28}),
@@ -124,6 +145,10 @@ CRAFTED: dict[str, Any] = {
     "buffer of a generator beyond its end": bits("Philox", {"buffer_pos": -(1 << 28)}),
     "generator of fewer numbers": bits("MT19937", {"key": array("<u4", [2])}),
     "generator of objects": bits("SFC64", {"state": [{}]}),
+    "generator that draws zeros": bits("MT19937", {"key": array("<u4", [624], base64.b64encode(bytes(2496)).decode())}),
+    "generator that steps by 0": bits("PCG64", {"inc": 0}),
+    "random numbers that are zeros": {"$random": [3, [0] * 624 + [624], None]},
+    "torch's generator that draws zeros": torch_generator(1, 0, numbers=0),
     "torch's generator beyond its numbers": torch_generator(624, 620),
     "torch's generator far beyond": torch_generator(2, 1 << 40),
     "error that points before its text": {
@@ -145,6 +170,10 @@ CRAFTED: dict[str, Any] = {
     "fraction of large numbers": {"$fraction": [{"$int": "0x1" + "7" * 400_000}, {"$int": "0x3" + "1" * 400_000}]},
     "keys of one hash": {"$map": [[PRIME * number, 0] for number in range(1, 20_000)]},
     "set of one hash": {"$set": [PRIME * number for number in range(1, 20_000)]},
+    "keys of which half have one hash": {
+        "$map": [[number * each, 0] for number in range(1, 9999) for each in (1, PRIME)]
+    },
+    "set of which a tenth has one hash": {"$set": [*range(1, 20_000), *(PRIME * number for number in range(1, 2000))]},
     "tuples that hash for ever": tower(64, "$tuple"),
     "pattern that compiles for ever": {"$pattern": ["[\\x00-\\U0010ffff]" * 200, 2]},
     "pattern that compiles for ever by its own flag": {"$pattern": ["(?i)" + "[\\x00-\\U0010ffff]" * 200, 32]},
@@ -159,6 +188,13 @@ CRAFTED: dict[str, Any] = {
     "constructor of what may be named": call("builtins:type", "K", {"$tuple": []}, {}),
     "attribute": call("builtins:getattr", {"$name": "builtins:str"}, "__class__"),
     "module that is not imported": {"$name": "this:s"},
+    "module of a module": {"$name": "torch:_inductor"},
+    "default that is called": {"$default": [{"$dataclass": ["hostile:Board", {"cells": 1, "log": []}]}, []]},
+    "default that is a class": {"$default": [{"$name": "hostile:Board"}, []]},
+    "method of a dataclass": {
+        "$dataclass": ["hostile:Board", {"cells": 1, "log": [], "__deepcopy__": {"$name": "builtins:list"}}]
+    },
+    "method of an exception": {"$error": ["builtins:ValueError", [], {"with_traceback": {"$name": "builtins:list"}}]},
     "name of a name": {"$name": "builtins:str.join"},
     "dataclass that is none": {"$dataclass": ["builtins:str", {}]},
     "enum that is none": {"$enum": ["builtins:int", "real"]},
@@ -176,6 +212,10 @@ CRAFTED: dict[str, Any] = {
     "complex of texts": {"$complex": ["1", "2"]},
     "decimal of no text": {"$decimal": [0, [1], 5]},
     "date of the year 0": {"$date": [0, 1, 1]},
+    "date by its memory": {"$date": ["\0\0\1\0"]},
+    "time by its memory": {"$time": ["\x10\xff\xff\0\0\0", None, 0]},
+    "moment by its memory": {"$datetime": ["\0\0\1\0\xff\xff\xff\0\0\0", None, 0]},
+    "span of a text": {"$timedelta": ["1"]},
     "path of another kind": {"$path": ["Popen", "a"]},
     "random numbers of another kind": {"$random": [3, [1.5] * 625, None]},
 }
@@ -295,7 +335,12 @@ def leaves() -> dict[str, Any]:
     """A value of each kind that any file may hold."""
     zone = datetime.timezone(datetime.timedelta(hours=2), "X")
     shared = [1, {"a": 2}]
-    torch_part = {"tensor": torch.arange(3.0), "flags": torch.tensor([True]), "torch": torch.Generator()}
+    torch_part = {
+        "tensor": [torch.arange(3.0), torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.complex64)],
+        "flags": torch.tensor([True]),
+        "objects": np.array([1, None, "a"], object),
+        "torch": torch.Generator(),
+    }
     return torch_part | {
         "texts": ["", "abc", "\u00e9\U0001f600"],
         "numbers": [1, -(2**70), 2.5, float("inf"), 1j, decimal.Decimal("1.50"), fractions.Fraction(1, 3)],
@@ -313,6 +358,8 @@ def leaves() -> dict[str, Any]:
         "arrays": [
             *(np.arange(6.0).reshape(2, 3), np.asfortranarray(np.ones((2, 3), "i2")), np.array(["a", "bcd"])),
             *(np.zeros(2, [("a", "<i4"), ("b", "?", (2,))]), np.array([True, False]), np.array(["2020"], "M8[D]")),
+            *(np.array(["1", "2"], ">U1"), np.ones(1, "<f2"), np.ones(1, "c16")),
+            np.array([5], "m8[25s]"),
         ],
         "scalars": [np.float32(1.5), np.str_("a"), np.bool_(True), np.dtype("f8"), np.int8],
         "generators": [
@@ -395,20 +442,25 @@ def flip(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
+TOUCHES: list[Any] = [
+    *(repr, str, hash, len, bool, copy.copy, lambda item: item == item, lambda item: pickle.dumps(item)),
+    *(lambda item: item.tolist(), lambda item: item + item, lambda item: item.astype(str), lambda item: item.copy()),
+    *(lambda item: np.sort(item), lambda item: item.nonzero(), lambda item: item.clone(), lambda item: item[0]),
+    *(lambda item: item.ctime(), lambda item: item.isoformat(), lambda item: item.strftime("%A %B %S")),
+    *(lambda item: [item.random() for _ in range(700)], lambda item: item.integers(10), lambda item: item.normal()),
+    *(lambda item: item.normalvariate(0, 1), lambda item: torch.rand(700, generator=item)),
+    lambda item: [int(item), float(item), complex(item)] if not isinstance(item, decimal.Decimal) else None,
+    lambda item: Writer(lose=True).write(item),
+]
+"""What a program may do with a value. Each harm that was found came with one of these."""
+
+
 def use(value: Any) -> None:
     """Touch what was read, as harm may come late. Any error is fine."""
     for item in itertools.islice(_below(value), 500):
-        with contextlib.suppress(Exception):
-            if isinstance(item, np.ndarray) and item.size < 1000:
-                repr(item.tolist())
-            elif isinstance(item, torch.Tensor):
-                item.nonzero()
-            elif isinstance(item, torch.Generator):
-                torch.rand(2000, generator=item)
-            elif hasattr(item, "random"):
-                [item.random() for _ in range(1000)]
-            else:
-                repr(item)[:10]
+        for touch in TOUCHES:
+            with contextlib.suppress(Exception):
+                touch(item)
 
 
 def _below(value: Any) -> Iterator[Any]:
@@ -468,6 +520,6 @@ def fuzz(kind: str, seed: int, rounds: int) -> None:
 
 
 def _state_leaves() -> dict[str, Any]:
-    """The values without tensors, for which a store needs a policy."""
+    """The values without tensors and arrays of objects, which a store does not take."""
     values = leaves()
-    return {name: value for name, value in values.items() if name not in ("tensor", "flags")}
+    return {name: value for name, value in values.items() if name not in ("tensor", "flags", "objects")}

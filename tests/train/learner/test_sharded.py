@@ -42,8 +42,9 @@ from turnwise.train.model.loading import load_model, peft_config
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.model.weights import bit_sum, bit_sums, named_weights
-from turnwise.train.update.kl import refresh
-from turnwise.train.update.teaching import Teaching
+from turnwise.train.terms.kl import refresh
+from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.train.update.update import update_policy
 from turnwise.types import TrainingBatch
 
@@ -157,7 +158,12 @@ def results(
         shard_policies({"default": policy}, mesh, offload=offload)
     metrics = train(policy, [make_batch()] * STEPS)
     weights = {name: tensor.clone() for name, tensor in whole(policy.weights())}
-    return {"metrics": metrics, "weights": weights, "sums": policy.fingerprint(), "kl_coef": policy.kl_coef}
+    return {
+        "metrics": metrics,
+        "weights": weights,
+        "sums": policy.fingerprint(),
+        "kl_coef": terms_of(policy)["kl"].coef,
+    }
 
 
 def odd(mesh: Any) -> dict[str, Any]:
@@ -323,7 +329,7 @@ def ruled(rule: str, mesh: Any) -> dict[str, Any]:
     policies = {"default": policy}
     if rule == "teacher":  # of one of the two actors, in padded rows: some micro-batches have no pupil
         policies["teacher"] = make_policy(Case("padded", False, True), seed=9)
-        policy.teaching = Teaching({"second": policies["teacher"]}, top_k=4, coef=0.7)
+        teach(policy, Teaching({"second": policies["teacher"]}, top_k=4, coef=0.7))
         batch.actor_index[3:] = 0
     if mesh is not None:
         shard_policies(policies, mesh)
@@ -337,7 +343,8 @@ def ruled(rule: str, mesh: Any) -> dict[str, Any]:
         policy.version += 1
         metrics[-1].update(refresh(policy, RULES[rule].kl))
     weights = {name: tensor.clone() for name, tensor in whole(policy.weights())}
-    return {"metrics": metrics, "weights": weights, "adapted": [policy.entropy_coef or 0, policy.last_entropy or 0]}
+    adapted = terms_of(policy)["entropy"]
+    return {"metrics": metrics, "weights": weights, "adapted": [adapted.coef or 0, adapted.last or 0]}
 
 
 def half(mesh: Any) -> dict[str, float]:

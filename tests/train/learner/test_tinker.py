@@ -29,7 +29,8 @@ from turnwise.train.learner.tinker.wire import SERVERS, ServerLoss, WireRow, wir
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import pack
 from turnwise.train.model.policy import Policy
-from turnwise.train.update.loss import Loss
+from turnwise.train.terms.registry import Terms
+from turnwise.train.terms.term import Part
 from turnwise.types import TrainingBatch
 
 from .test_sharded import make_batch as siblings
@@ -219,8 +220,9 @@ def test_a_worked_example_of_advantages_on_the_wire() -> None:
         actor_index=np.zeros(2, np.int64), policy_index=np.zeros(2, np.int64),
     )  # fmt: skip
     rows, micro = np.arange(2), pack(batch, np.arange(2))
-    loss = Loss(config_of().loss, num_actors=1)
-    weights = loss.token_weights(micro, loss.normalizer([micro]))
+    terms = Terms().begin(config_of().loss, ["actor"])
+    (part,) = terms.minibatch(None, [Part(micro, micro.rollout_logprobs_N)])
+    weights = terms["policy_loss"].token_weights(part)
     first, second = wire_rows(batch, rows, micro, weights, SERVERS["hosted"])
     assert first.token_ids.tolist() == [1, 2, 3, 4] and second.token_ids.tolist() == [1, 2, 5]
     assert first.advantages == pytest.approx([0, 1, 1]) and second.advantages == pytest.approx([0, -2])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import secrets
 import sqlite3
@@ -21,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,12 @@ CREATE INDEX by_revision ON known (revision);
 CREATE TABLE changes (revision INTEGER PRIMARY KEY, writer TEXT NOT NULL);
 CREATE TABLE rewinds (target INTEGER, at INTEGER, writer TEXT);
 """
+
+_COLUMNS = (int, bytes, str, str, str | None, str, str, str | None, float, int, float, float, float | None, int)
+"""Types of a row of ``_ROWS``, without the last value."""
+
+_SECOND_FILE = bytes.fromhex("d9d505f920a163d7")
+"""Last bytes of a rollback journal that names a second file. SQLite deletes that file after the rollback."""
 
 _ROWS = """
 SELECT a.place, a.digest, a.id, a.data, a.source, a.parents, a.meta, a.run,
@@ -109,6 +117,7 @@ class SqliteStore:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _check_journal(self.path)
         with self._explained():
             self._database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
             # Decode damaged text without an error, so that its checksum can report it.
@@ -138,8 +147,13 @@ class SqliteStore:
             run("INSERT INTO store VALUES (?, ?, 0, 0, 0, 0, 0)", (name, secrets.token_hex(8)))
             run(f"PRAGMA application_id = {APPLICATION}")
             run(f"PRAGMA user_version = {FORMAT}")
+        if _schema(self._database) != _own_schema():  # a view or a trigger of the file's could do anything
+            raise ValueError(f"path={str(self.path)!r}: its tables are not those of an artifact store")
         run("COMMIT")
-        found, self.file, self._begun = run("SELECT name, file, revision FROM store").fetchone()
+        rows = run("SELECT name, file, revision, rewinds, oldest, made, plays FROM store").fetchall()
+        if [list(map(type, row)) for row in rows] != [[str, str, int, int, int, int, int]]:
+            raise ValueError(f"path={str(self.path)!r}: its row of the store is damaged")
+        found, self.file, self._begun = rows[0][:3]
         if found != name:
             raise ValueError(f"path={str(self.path)!r}: holds the store {found!r}, not {name!r}")
 
@@ -381,6 +395,35 @@ class SqliteStore:
             raise ValueError(f"path={str(self.path)!r}: no artifact store can be read from it: {error}") from error
 
 
+def _check_journal(path: Path) -> None:
+    """Refuse a file with a rollback journal that this module did not write: SQLite could delete another file."""
+    try:
+        handle = os.open(os.path.realpath(path) + "-journal", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    with open(handle, "rb") as journal:
+        size = os.fstat(handle).st_size
+        journal.seek(max(0, size - len(_SECOND_FILE)))
+        if journal.read(len(_SECOND_FILE)) == _SECOND_FILE:
+            raise ValueError(f"path={str(path)!r}: its journal, {path}-journal, names another file. Remove the journal")
+
+
+def _schema(database: sqlite3.Connection) -> set[tuple[str, ...]]:
+    """Return the tables, indices, views and triggers, without those that SQLite keeps for its statistics."""
+    rows = database.execute("SELECT type, name, tbl_name, sql FROM sqlite_master")
+    return {(*row[:3], " ".join((row[3] or "").split())) for row in rows if row[:2] != ("table", "sqlite_stat1")}
+
+
+@cache
+def _own_schema() -> set[tuple[str, ...]]:
+    database = sqlite3.connect(":memory:")
+    database.executescript(_TABLES)
+    try:
+        return _schema(database)
+    finally:
+        database.close()
+
+
 def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Artifact, AttemptStats]:
     place, digest, id, data, source, parents, meta, run, weight, *known = row
     if digest != _digest(id, data, source, parents, meta, run):
@@ -388,9 +431,15 @@ def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Art
             f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: its checksum does not fit. Take an older "
             f"copy of the file, or give the artifact up: DELETE FROM artifacts WHERE place = {place}"
         )
+    good = all(isinstance(value, kind) for value, kind in zip(row, _COLUMNS, strict=False))
+    if not (good and 0 <= weight < math.inf):
+        raise ValueError(f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: a value is of another type")
     try:
         made = (_unpacked(each, allow_pickle) for each in (data, meta))
-        artifact = Artifact(id, next(made), weight, source, next(made), tuple(json.loads(parents)), run)
+        ids = json.loads(parents)
+        if not (isinstance(ids, list) and all(isinstance(each, str) for each in ids)):
+            raise ValueError(f"its parents {ids!r} are no ids")
+        artifact = Artifact(id, next(made), weight, source, next(made), tuple(ids), run)
     except UntrustedValueError as error:
         raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}. {TRUST}") from error
     except Exception as error:
@@ -398,11 +447,12 @@ def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Art
     return artifact, AttemptStats(*known[:5])
 
 
-def _digest(*fields: str | bytes | None) -> bytes:
+def _digest(*fields: Any) -> bytes:
     """Return the checksum of an artifact's row without its revisions. It is compared before reading them."""
     digest = hashlib.blake2b(digest_size=16)
     for each in fields:
-        raw = each.encode(errors="surrogateescape") if isinstance(each, str) else each or b""
+        text = "" if each is None else str(each)  # a number where the file was changed
+        raw = each if isinstance(each, bytes) else text.encode(errors="surrogateescape")
         digest.update(f"{type(each).__name__} {len(raw)} ".encode() + raw)
     return digest.digest()
 

@@ -1,11 +1,13 @@
 """Kinds of numpy and torch: arrays, tensors, their types and random generators. Neither is imported before its use.
 
-Wrong bytes could corrupt memory in three ways, so readers check them: objects in an array, a bool that is neither 0 nor
-1, and a generator's place beyond its numbers.
+Wrong bytes could corrupt memory, so readers check them: objects in an array, a bool that is neither 0 nor 1, a
+character that Unicode does not have, and a generator's place beyond its numbers. An array that holds itself would
+overflow the stack in arithmetic, and a unit of time of 0 parts ends the process.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import struct
@@ -13,13 +15,24 @@ import sys
 from typing import Any
 
 from turnwise.state.codec.core import FINDERS, READERS, CodecError, Reader, Write, Writer, integer
+from turnwise.state.codec.kinds import check_twister
 
-_DTYPE = re.compile(r"\|b1|\|O|[<>|=][iufcmMSUV]\d*(\[[A-Za-z0-9/]*\])?")
+_DTYPE = re.compile(
+    r"\|b1|\|O|[<>|=][iufcSUV][0-9]{0,10}|[<>|=][mM]8(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+)
+_TENSOR_DTYPES = frozenset(
+    {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"}
+    | {"float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"}
+    | {"float8_e5m2fnuz", "float8_e8m0fnu"}
+)
+_MOST_EMPTY = 1 << 20
+"""Most rows of an array without items: ``tolist`` makes a list of each."""
 _MOST = 2**31 - 1
 _GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
 _PLACES = {"pos": 624, "buffer_pos": 4}
 """Entries of the states of numpy's generators that are places in an array, and the largest."""
 _POOL, _ENTROPY_BITS = 64, 1 << 16
+_TORCH_CPU_NUMBERS = struct.Struct("<624Q")
 _TORCH_CPU_STATE = struct.Struct("<QiiQ")  # seed, numbers left, whether it was seeded, place of the next number
 
 
@@ -33,8 +46,8 @@ def _dtype_to_json(dtype: Any) -> Any:
         if not _DTYPE.fullmatch(dtype.str) or np.dtype(dtype.str) != dtype:
             raise TypeError(f"an array of dtype {dtype}, which has no plain form")
         return dtype.str
-    if dtype.hasobject:
-        raise TypeError(f"an array of dtype {dtype}, which has objects in its fields")
+    if dtype.hasobject or _overlaps(dtype):
+        raise TypeError(f"an array of dtype {dtype}, which has objects in its fields, or fields that overlap")
     parts = [dtype.fields[name] for name in dtype.names]
     return {
         "names": list(dtype.names),
@@ -47,6 +60,12 @@ def _dtype_to_json(dtype: Any) -> Any:
     }
 
 
+def _overlaps(dtype: Any) -> bool:
+    """True if fields share bytes: there could be many more of them than bytes."""
+    places = sorted((part[1], part[0].itemsize) for part in (dtype.fields[name] for name in dtype.names))
+    return any(offset + size > after for (offset, size), (after, _) in itertools.pairwise(places))
+
+
 def _dtype_of(plain: Any) -> Any:
     import numpy as np
 
@@ -55,18 +74,19 @@ def _dtype_of(plain: Any) -> Any:
             raise CodecError(f"{plain!r} is no dtype")
         return np.dtype(plain)
     if "base" in plain:
-        shape = tuple(integer(size, 0, _MOST) for size in plain["shape"])
-        dtype = np.dtype((_dtype_of(plain["base"]), shape))
+        dtype = np.dtype((_dtype_of(plain["base"]), _shape_of(plain["shape"])))
     else:
         formats = [_dtype_of(each) for each in plain["formats"]]
         itemsize = integer(plain["itemsize"], 0, _MOST)
-        for each, offset in zip(formats, plain["offsets"], strict=True):
+        for offset, each in zip(plain["offsets"], formats, strict=True):
             integer(offset, 0, itemsize - each.itemsize)
         names = ("names", "offsets", "titles", "itemsize")
         fields: Any = {"formats": formats, **{name: plain[name] for name in names}}
         if not any(plain["titles"]):
             del fields["titles"]
         dtype = np.dtype(fields, align=plain["aligned"] is True)
+        if _overlaps(dtype):
+            raise CodecError("the fields of a dtype overlap")
         if plain["record"] is True:
             dtype = np.dtype((np.record, dtype))
     if dtype.hasobject:
@@ -74,16 +94,27 @@ def _dtype_of(plain: Any) -> Any:
     return dtype
 
 
-def _check_bools(array: Any) -> None:
-    """Refuse bools that are neither 0 nor 1: numpy counts them by their bytes."""
+def _check_items(array: Any) -> None:
+    """Refuse bools that are neither 0 nor 1, as numpy counts them by their bytes, and characters beyond Unicode."""
     import numpy as np
 
     dtype = array.dtype
     if dtype.names is not None:
         for name in dtype.names:
-            _check_bools(array[name])
+            _check_items(array[name])
     elif dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
         raise CodecError("a bool in an array is neither 0 nor 1")
+    elif dtype.kind == "U" and array.nbytes:
+        characters = np.ascontiguousarray(array).reshape(-1).view(np.dtype("u4").newbyteorder(dtype.byteorder))
+        if characters.max() > sys.maxunicode:
+            raise CodecError("a text in an array has a character that does not exist")
+
+
+def _shape_of(plain: Any) -> tuple[int, ...]:
+    shape = tuple(integer(size, 0, sys.maxsize) for size in plain)
+    if 0 in shape and math.prod(shape[: shape.index(0)]) > _MOST_EMPTY:
+        raise CodecError(f"an array of shape {shape} has too many empty rows")
+    return shape
 
 
 # ---- arrays ---------------------------------------------------------------------------------------------------------
@@ -112,7 +143,7 @@ def _read_array(parts: Any, reader: Reader) -> Any:
     import numpy as np
 
     dtype = _dtype_of(parts["dtype"])
-    shape = tuple(integer(size, 0, sys.maxsize) for size in parts["shape"])
+    shape = _shape_of(parts["shape"])
     frozen = parts.get("frozen") is True
     if dtype.hasobject:
         items = parts["items"]
@@ -120,8 +151,13 @@ def _read_array(parts: Any, reader: Reader) -> Any:
             raise CodecError(f"an array of shape {shape} has another number of objects")
         array = reader.keep(np.empty(shape, dtype))
         flat = array.reshape(-1)
+        reader.open_arrays.append(array)
         for place, item in enumerate(items):
-            flat[place] = reader.read(item)
+            value = reader.read(item)
+            if any(value is each for each in reader.open_arrays):
+                raise CodecError("an array holds itself")
+            flat[place] = value
+        reader.open_arrays.pop()
         array.setflags(write=not frozen)
         return array
     array = _array_of(reader.read_data(parts["data"]), dtype, shape, "F" if parts.get("order") == "F" else "C")
@@ -139,7 +175,7 @@ def _array_of(data: bytes | memoryview, dtype: Any, shape: tuple[int, ...], orde
         raise CodecError(f"an array of shape {shape} and dtype {dtype} does not have {size} bytes")
     array = np.ndarray(shape, dtype, data, order=order) if size else np.empty(shape, dtype, order=order)
     array.setflags(write=False)
-    _check_bools(array)
+    _check_items(array)
     return array
 
 
@@ -204,6 +240,10 @@ def _read_bits(parts: Any, reader: Reader) -> Any:
         raise CodecError(f"{seed!r} is no seed")
     value = getattr(random, name)(0 if seed is None else seed)
     _check_state(value.state, state)
+    if name == "MT19937":
+        check_twister(state["state"]["key"].tolist())
+    elif name.startswith("PCG64") and not state["state"]["inc"] & 1:
+        raise CodecError("a generator's step is even: it could draw only zeros")
     value.state = state
     return reader.keep(value)
 
@@ -252,11 +292,12 @@ def _numpy_random() -> Any:
 # ---- torch ----------------------------------------------------------------------------------------------------------
 def _write_tensor(value: Any, writer: Writer) -> Any:
     torch = sys.modules["torch"]
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
-        raise TypeError("a tensor that is not dense")
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.layout is not torch.strided or value.is_meta or value.is_nested or dtype not in _TENSOR_DTYPES:
+        raise TypeError(f"a tensor that is not dense, or whose dtype {dtype} has no plain numbers")
     flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    parts: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    parts: dict[str, Any] = {"dtype": dtype, "shape": list(value.shape)}
     if value.device.type != "cpu":
         parts["device"] = str(value.device)
     if value.requires_grad:
@@ -267,15 +308,18 @@ def _write_tensor(value: Any, writer: Writer) -> Any:
 def _read_tensor(parts: Any, reader: Reader) -> Any:
     import torch
 
-    dtype = getattr(torch, parts["dtype"], None)
-    shape = [integer(size, 0, sys.maxsize) for size in parts["shape"]]
+    dtype = getattr(torch, parts["dtype"]) if parts["dtype"] in _TENSOR_DTYPES else None
+    shape = _shape_of(parts["shape"])
     data = bytearray(reader.read_data(parts["data"]))
-    if not isinstance(dtype, torch.dtype) or len(data) != math.prod(shape) * dtype.itemsize:
+    if dtype is None or len(data) != math.prod(shape) * dtype.itemsize:
         raise CodecError(f"a tensor of shape {shape} and dtype {parts['dtype']!r} does not have {len(data)} bytes")
     if dtype is torch.bool and data.translate(None, b"\0\1"):
         raise CodecError("a bool in a tensor is neither 0 nor 1")
     flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
-    value = flat.reshape(shape).to(parts.get("device", "cpu"))
+    device = torch.device(_text(parts.get("device", "cpu")))
+    if device.type == "meta":
+        raise CodecError("a tensor has no memory")
+    value = flat.reshape(shape).to(device)
     return reader.keep(value.requires_grad_(parts.get("grad") is True))
 
 
@@ -288,13 +332,14 @@ def _read_torch_generator(parts: Any, reader: Reader) -> Any:
     import torch
 
     device, data = parts
-    value = torch.Generator(device)
+    value = torch.Generator(_text(device))
     state = bytearray(reader.read_data(data))
     if value.device.type == "cpu":
         # Torch checks neither that the numbers that are left are there.
         _, left, _, place = _TORCH_CPU_STATE.unpack_from(state)
         if not 0 < left <= 624 or place + left - 1 > 624:
             raise CodecError("a generator's place lies beyond its numbers")
+        check_twister([number & 0xFFFFFFFF for number in _TORCH_CPU_NUMBERS.unpack_from(state, _TORCH_CPU_STATE.size)])
     value.set_state(torch.frombuffer(state, dtype=torch.uint8))
     return reader.keep(value)
 
@@ -306,7 +351,13 @@ def _write_device(value: Any, writer: Writer) -> Any:
 def _read_device(parts: Any, reader: Reader) -> Any:
     import torch
 
-    return torch.device(parts)
+    return torch.device(_text(parts))
+
+
+def _text(plain: Any) -> str:
+    if type(plain) is not str:
+        raise CodecError(f"{plain!r} is no text")
+    return plain
 
 
 def _write_torch_dtype(value: Any, writer: Writer) -> Any:

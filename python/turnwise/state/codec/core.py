@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ _ATOMS = frozenset({type(None), bool, float, str})
 FLAT = _ATOMS | {int}
 """Types of what a flat tuple holds. Such a tuple is not numbered: it has no identity that matters."""
 _WIDE = 1 << 63
+_ALIKE = 128
+"""Most keys of a dict or set that may have the same hash."""
 _INLINE = 256
 """Bytes and writable arrays below this many bytes are written into the JSON."""
 
@@ -162,6 +165,7 @@ class Reader:
         self._objects: list[Any] = []
         self._depth = 0
         self.in_key = False
+        self.open_arrays: list[Any] = []  # arrays of objects that are being filled
 
     def load(self, plain: Any) -> Any:
         """Return the value of :meth:`Writer.write`."""
@@ -213,17 +217,19 @@ class Reader:
 
     def read_keys(self, plain: Any) -> list[Any]:
         keys = [item if type(item) in FLAT else self.read_key(item) for item in plain]
-        _check_hashes(keys)
+        _check_hashes(keys, Counter())
         return keys
 
     def read_pairs(self, plain: Any, into: Any) -> None:
         """Read keys and values into a dict."""
-        keys = []
+        keys: list[Any] = []
+        counts: Counter[int] = Counter()
         for key, item in plain:
             key = self.read_key(key)
             keys.append(key)
-            if len(keys) & 1023 == 0:
-                _check_hashes(keys[-1024:])
+            if len(keys) == _ALIKE:
+                _check_hashes(keys, counts)
+                keys.clear()
             into[key] = self.read(item)
 
     def keep(self, value: Any) -> Any:
@@ -315,10 +321,14 @@ def has_own_hash(kind: type) -> bool:
     return kind.__hash__ is not object.__hash__
 
 
-def _check_hashes(keys: Sequence[Any]) -> None:
-    """Refuse keys that were chosen to have one hash: a dict of them takes quadratic time."""
-    if len(keys) > 64 and len(set(map(hash, keys))) * 2 < len(keys):
-        raise CodecError("its keys all have the same hash")
+def _check_hashes(keys: Sequence[Any], counts: Counter[int]) -> None:
+    """Refuse keys that were chosen to have one hash: a dict of them takes quadratic time. ``counts`` grows by them."""
+    if len(keys) < _ALIKE and not counts:
+        return
+    hashes = [hash(key) for key in keys if type(key) is not str]  # those of strings are random
+    counts.update(hashes)
+    if any(counts[each] > _ALIKE for each in hashes):
+        raise CodecError("many of its keys have the same hash")
 
 
 def _read_again(parts: Any, reader: Reader) -> Any:

@@ -12,7 +12,7 @@ import random
 import re
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise._C import StateDict, StateList, TokenArray
@@ -21,6 +21,7 @@ from turnwise.state.codec.core import FINDERS, READERS, WRITERS, CodecError, Rea
 _INLINE_BYTES = 256
 _FRACTION_BITS = 100_000
 _PATTERN_LENGTH = 4096
+_MOST_DAYS = 999_999_999
 
 
 # ---- containers -----------------------------------------------------------------------------------------------------
@@ -84,7 +85,10 @@ def _write_default(value: Any, writer: Writer) -> Any:
 
 def _read_default(parts: Any, reader: Reader) -> Any:
     factory, pairs = parts
-    value = reader.keep(collections.defaultdict(reader.read(factory)))
+    factory = reader.read(factory)
+    if factory is not None:
+        reader.names.check_callable(factory)
+    value = reader.keep(collections.defaultdict(factory))
     reader.read_pairs(pairs, value)
     return value
 
@@ -185,9 +189,14 @@ add_kind(
 
 
 # ---- times, paths, patterns -----------------------------------------------------------------------------------------
+def _whole_numbers(parts: Any) -> list[int]:
+    """Return ``parts`` if they are ints. From a text, dates and times would take their memory without a check."""
+    return [integer(part, -_MOST_DAYS, _MOST_DAYS) for part in parts]
+
+
 def _read_timezone(parts: Any, reader: Reader) -> Any:
     offset, name = parts
-    offset = datetime.timedelta(*offset)
+    offset = datetime.timedelta(*_whole_numbers(offset))
     return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
 
 
@@ -209,7 +218,7 @@ def _clock(value: Any, writer: Writer) -> list[Any]:
 def _read_clock(kind: type) -> Callable[[Any, Reader], Any]:
     def read(parts: Any, reader: Reader) -> Any:
         *numbers, zone, fold = parts
-        return kind(*numbers, tzinfo=reader.read(zone), fold=fold)
+        return kind(*_whole_numbers(numbers), tzinfo=reader.read(zone), fold=integer(fold, 0, 1))
 
     return read
 
@@ -246,7 +255,7 @@ add_kind(
     "$date",
     [datetime.date],
     lambda value, writer: [value.year, value.month, value.day],
-    lambda parts, reader: datetime.date(*parts),
+    lambda parts, reader: datetime.date(*_whole_numbers(parts)),
 )
 add_kind("$time", [datetime.time], _clock, _read_clock(datetime.time))
 add_kind(
@@ -259,7 +268,7 @@ add_kind(
     "$timedelta",
     [datetime.timedelta],
     lambda value, writer: _span(value),
-    lambda parts, reader: datetime.timedelta(*parts),
+    lambda parts, reader: datetime.timedelta(*_whole_numbers(parts)),
 )
 add_kind("$timezone", [datetime.timezone], _write_timezone, _read_timezone)
 add_kind("$path", _PATHS, lambda value, writer: [type(value).__name__, str(value)], _read_path)
@@ -273,12 +282,20 @@ def _write_random(value: random.Random, writer: Writer) -> Any:
     return [version, list(numbers), gauss]
 
 
+def check_twister(numbers: Sequence[int]) -> None:
+    """Refuse the state in which the Mersenne Twister draws zeros for ever: many methods would never end."""
+    if not any(numbers[1:]) and numbers[0] < 1 << 31:
+        raise CodecError("a generator draws only zeros")
+
+
 def _read_random(parts: Any, reader: Reader) -> Any:
     version, numbers, gauss = parts
     if gauss is not None and type(gauss) is not float:
         raise CodecError("a generator's next number is no float")
+    numbers = tuple(integer(each, 0, 2**32 - 1) for each in numbers)
+    check_twister(numbers[:-1])
     value = random.Random(0)
-    value.setstate((version, tuple(integer(each, 0, 2**32 - 1) for each in numbers), gauss))
+    value.setstate((version, numbers, gauss))
     return value
 
 

@@ -79,6 +79,14 @@ class Names:
             found = getattr(found, part)
         return found
 
+    def check_callable(self, value: Any) -> None:
+        """Raise :class:`UntrustedNameError` unless the caller allowed ``value``, or it is a harmless type."""
+        if self._anything or any(value is each for each in self._allowed.values()):
+            return
+        kind = value if isinstance(value, type) else type(value)
+        if kind is not value or _harmless(kind.__module__, kind.__qualname__) is not kind:
+            raise UntrustedNameError(kind.__module__, kind.__qualname__)
+
     def _may_call(self, module: str, title: str) -> bool:
         return self._anything or (module, title) in self._allowed
 
@@ -112,7 +120,7 @@ def _harmless(module: str, title: str) -> Any:
     if title in _HARMLESS.get(module, ()):
         return getattr(importlib.import_module(module), title)
     if module in ("numpy", "torch") and "." not in title:
-        found = getattr(importlib.import_module(module), title, None)
+        found = vars(importlib.import_module(module)).get(title)  # getattr could import a module of that name
         if module == "torch" and isinstance(found, sys.modules["torch"].dtype):
             return found
         if module == "numpy" and isinstance(found, type) and issubclass(found, sys.modules["numpy"].generic):

@@ -19,6 +19,8 @@ _CONSTANTS = {Ellipsis: "builtins:Ellipsis", NotImplemented: "builtins:NotImplem
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not a class of C
 _ERROR_MEMBERS = frozenset({"name", "path", "obj", "name_from"})
 """Attributes of builtin exceptions that are not in their ``args``."""
+_SPECIAL = frozenset({"__notes__", "__orig_class__"})
+"""Attributes with underscores that Python sets on objects. It would call others, such as ``__deepcopy__``."""
 
 
 # ---- names and enums ------------------------------------------------------------------------------------------------
@@ -52,14 +54,22 @@ def _attributes(value: Any) -> dict[str, Any]:
     return slots | getattr(value, "__dict__", {})
 
 
-def _set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
-    """Set attributes without the class's own methods."""
-    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+def _set_attributes(value: Any, attributes: Mapping[str, Any], known: frozenset[str] = frozenset()) -> None:
+    """Set attributes without the class's own methods. None but those ``known`` may hide a method of the class.
+
+    Otherwise the file would choose what later calls of that method do.
+    """
+    kind = type(value)
     for name, item in attributes.items():
-        if name in slots:
-            object.__setattr__(value, name, item)
-        else:
-            value.__dict__[name] = item
+        found = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+        slot = next((each for each in found if isinstance(each, types.MemberDescriptorType)), None)
+        if slot is not None:
+            slot.__set__(value, item)
+            continue
+        hides = bool(found) and (callable(found[0]) or isinstance(found[0], classmethod | staticmethod))
+        if name not in known and (hides or (name.startswith("__") and name not in _SPECIAL)):
+            raise CodecError(f"an attribute {name!r} hides a method of {kind.__qualname__}")
+        value.__dict__[name] = item
 
 
 def _write_attributes(attributes: Mapping[str, Any], needed: frozenset[str], writer: Writer) -> dict[str, Any]:
@@ -90,7 +100,7 @@ def _read_dataclass(parts: Any, reader: Reader) -> Any:
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise CodecError(f"{name!r} is no dataclass")
     value = reader.keep(object.__new__(kind))
-    _set_attributes(value, _read_attributes(attributes, reader))
+    _set_attributes(value, _read_attributes(attributes, reader), frozenset(field.name for field in fields(kind)))
     defaults = {field.name for field in fields(kind) if hasattr(kind, field.name)} - set(copyreg._slotnames(kind))  # type: ignore[attr-defined]
     missing = [field.name for field in fields(kind) if field.init and field.name not in attributes.keys() | defaults]
     if missing:
@@ -152,7 +162,7 @@ def _read_error(parts: Any, reader: Reader) -> Any:
         if isinstance(member, types.MemberDescriptorType):
             member.__set__(value, item)
         else:
-            value.__dict__[key] = item
+            _set_attributes(value, {key: item})
     return value
 
 

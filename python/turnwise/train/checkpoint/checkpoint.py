@@ -52,6 +52,7 @@ from turnwise.train.checkpoint.run_state import generator_states, set_generator_
 from turnwise.train.checkpoint.shards import check_shards, read_shards, read_whole
 from turnwise.train.checkpoint.weight_sets import WeightSet, check_fit, shard_like, weight_sets_of
 from turnwise.train.model.policy import Policy
+from turnwise.train.terms.registry import terms_of
 from turnwise.utils.files import sync_folder
 
 FORMAT, SHARDED_FORMAT = 4, 5
@@ -273,7 +274,7 @@ def describe_progress(policy: Policy) -> dict[str, Any]:
         "trainable": policy.trainable,
         "version": policy.version,
         "updates": policy.updates,
-        "extra": policy.extra_state(),
+        "extra": policy.extra_state() | terms_of(policy).state_dict(),
     }
 
 
@@ -288,6 +289,7 @@ def restore_progress(policy: Policy, described: dict[str, Any]) -> None:
     """Restore a policy's entry in the manifest: version, updates, and extra state."""
     policy.version, policy.updates = described["version"], described["updates"]
     policy.load_extra_state(described["extra"])
+    terms_of(policy).load_state_dict(described["extra"])
 
 
 def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, described: dict[str, Any]) -> None:

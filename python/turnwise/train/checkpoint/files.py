@@ -179,6 +179,15 @@ def read_manifest(path: Path, formats: Collection[int], *, files: bool = True) -
     return manifest
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the run's state in the manifest of checkpoint ``path``; empty if it can't be read, as loading it tells."""
+    try:
+        state = _parse_manifest(path).get("state")
+    except CheckpointError:
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
 def read_listed(path: Path, name: str) -> bytes | None:
     """Return the bytes of file ``name`` of checkpoint ``path``, after a check against the manifest.
 

@@ -5,6 +5,7 @@ Any number of processes can read them: each takes from the files what its own sh
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,17 @@ from turnwise.train.checkpoint.files import CheckpointError, write_tensors
 from turnwise.train.checkpoint.run_state import generator_states
 from turnwise.train.checkpoint.weight_sets import WeightSet, check_fit, weight_sets_of
 from turnwise.train.model.policy import Policy
+
+_DESCRIPTION = {
+    "torch.distributed.checkpoint.metadata": {"ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
+    | {"TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "pathlib": {"Path", "PosixPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
+}
+"""All names in torch's description of the files, by module. It is a pickle, which could name any other."""
 
 Moments = dict[str, dict[str, Tensor]]
 """Optimizer states by policy, and in it by ``"<parameter index>.<name>"``."""
@@ -80,7 +92,7 @@ def read_shards(path: Path, policies: Mapping[str, Policy], *, learners: bool) -
 
     alone = next(iter(policies.values())).ranks.size == 1
     with _quiet(), torch.no_grad():
-        dcp.load(state, checkpoint_id=path, no_dist=alone)
+        dcp.load(state, storage_reader=_reader(path), no_dist=alone)
     for weight_set in weight_sets:
         weight_set.loaded()
     return moments
@@ -98,7 +110,7 @@ def read_whole(path: Path, weight_set: WeightSet) -> dict[str, Tensor]:
         if key.startswith(prefix)
     }
     with _quiet():
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        dcp.load(state, storage_reader=_reader(path), no_dist=True)
     return {key.removeprefix(prefix): tensor for key, tensor in state.items()}
 
 
@@ -121,12 +133,40 @@ def _sizes_of(entries: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _entries(path: Path) -> Mapping[str, Any]:
     """Return torch's description of each tensor by its key."""
-    import torch.distributed.checkpoint as dcp
+    entries: Mapping[str, Any] = _reader(path).read_metadata().state_dict_metadata
+    return entries
 
-    try:
-        return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # it unpickles, so a damaged file may raise anything
-        raise CheckpointError(f"{path / '.metadata'} can't be read: {error!r}") from error
+
+class _Description(pickle.Unpickler):
+    """Builds only the classes of which torch's description of a checkpoint consists."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _DESCRIPTION.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _reader(path: Path) -> Any:
+    """Return torch's reader of the files of ``path``, for tensors alone. Torch itself would unpickle anything."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    class Reader(filesystem.FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+            try:
+                with open(path / ".metadata", "rb") as stream:
+                    found: metadata.Metadata = _Description(stream).load()
+                entries, places = found.state_dict_metadata.values(), found.storage_data.values()
+                if not all(isinstance(entry, metadata.TensorStorageMetadata) for entry in entries):
+                    raise ValueError("it describes other things than tensors")
+                if any(Path(place.relative_path).name != place.relative_path for place in places):
+                    raise ValueError("it names files outside of its folder")
+            except Exception as error:  # a damaged file may raise anything
+                raise CheckpointError(f"{path / '.metadata'} can't be read: {error!r}") from error
+            found.storage_meta = found.storage_meta or metadata.StorageMeta()
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    return Reader(path)
 
 
 def _prefix(weight_set: WeightSet) -> str:

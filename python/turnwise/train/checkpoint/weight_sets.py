@@ -37,7 +37,7 @@ class WeightSet:
 
 
 def weight_sets_of(policies: Mapping[str, Policy], *, references: bool) -> list[WeightSet]:
-    """Return each policy's own weights and, once each, the shared bases; with ``references`` these and the critics."""
+    """Return each policy's own weights and, once each, the shared bases; with ``references`` these and the heads."""
     in_order = sorted(policies.items())  # the order of a config file must not matter
     own = [replace(own_weight_set(name, p.model, frozen=not p.trainable), masters=p.masters) for name, p in in_order]
     shared = base_weight_sets({name: policy.model for name, policy in in_order})
@@ -47,8 +47,8 @@ def weight_sets_of(policies: Mapping[str, Policy], *, references: bool) -> list[
         if reference is not None and not isinstance(reference, AdaptedModel):
             file = f"reference-{name}.safetensors"
             shared.setdefault(id(reference), WeightSet(file, f"the reference of {name!r}", reference, True))
-        if policy.critic is not None:
-            own.append(WeightSet(f"critic-{name}.safetensors", f"the critic of {name!r}", policy.critic, False))
+        for kind, head in policy.heads.items():
+            own.append(WeightSet(f"{kind}-{name}.safetensors", f"the {kind} of {name!r}", head.module, False))
     return [*own, *shared.values()]
 
 

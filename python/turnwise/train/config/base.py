@@ -2,11 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+def problem(key: str, reason: str, value: Any = ...) -> str:
+    """Return the line ``config key 'loss.kl.coef' = 0.1: <reason>``, without the value if none is given."""
+    return f"config key {key!r}{'' if value is ... else f' = {value!r}'}: {reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What sections ask about the run that they are part of, before a model is loaded.
+
+    ``config`` is the whole config, ``ranks`` the number of processes that train, and ``grammars`` tells whether calls
+    of the task are sampled under grammars.
+    """
+
+    config: Any
+    ranks: int = 1
+    grammars: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key at a resume whose value is not that of the checkpoint. ``saved`` and ``run`` are the whole configs."""
+
+    key: str
+    before: Any
+    now: Any
+    saved: Any
+    run: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a change does at a resume, and why. Of what is ``kept`` the run goes on with the checkpoint's value."""
+
+    kind: Literal["applies", "kept", "refused"]
+    reason: str = ""
+
+
+APPLIES = Effect("applies")
+
+
+def kept(reason: str) -> Effect:
+    """Return the effect of a key that goes on with the checkpoint's value."""
+    return Effect("kept", reason)
+
+
+def refused(reason: str) -> Effect:
+    """Return the effect of a key that can't change at a resume."""
+    return Effect("refused", reason)
+
+
+Effects = Mapping[str, Effect | Callable[[Change], Effect]]
 
 
 class Section(BaseModel):
@@ -20,6 +75,14 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    at_resume: ClassVar[Effects] = {}
+    """What a change of a key does at a resume, by the key's name, where it does not just apply. ``"*"`` is the rule of
+    the keys without one. For a table of sections the rule decides about new and missing names."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        """Yield a line for each value that is valid alone but doesn't fit ``run``. ``key`` is that of the section."""
+        yield from ()
+
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
@@ -28,3 +91,18 @@ class Section(BaseModel):
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
             raise ValueError("expected a number")
         return value
+
+
+def conflicts_of(run: RunFacts) -> list[str]:
+    """Return one line for each problem of settings that are valid alone but don't fit together."""
+
+    def below(key: str, value: Any) -> Iterator[str]:
+        if isinstance(value, Section):
+            yield from value.conflicts(run, key)
+            for name in type(value).model_fields:
+                yield from below(f"{key}.{name}".removeprefix("."), getattr(value, name))
+        elif isinstance(value, dict):
+            for name, each in value.items():
+                yield from below(f"{key}.{name}", each)
+
+    return list(dict.fromkeys(below("", run.config)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.train.config.base import Section
+from turnwise.train.config.base import Effects, RunFacts, Section, problem, refused
+from turnwise.train.config.policies import sharing
 
 
 class RoleConfig(Section):
@@ -89,6 +91,41 @@ class ClusterConfig(Section):
     arena: ArenaWorkersConfig = ArenaWorkersConfig()
     faults: FaultsConfig = FaultsConfig()
 
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        config, default = run.config, ClusterConfig()
+        if self.backend == "embedded":
+            for name in sorted(self.model_dump(exclude_defaults=True)):
+                yield problem(f"{key}.{name}", "has no effect with cluster.backend = 'embedded': expected 'ray'")
+        elif self.backend == "static":
+            for name in ("learner", "engines", "address", "trust_network"):
+                if getattr(self, name) != getattr(default, name):
+                    yield problem(
+                        f"{key}.{name}",
+                        "has no effect with cluster.backend = 'static', which takes the processes that you started: "
+                        "name engines in rollout.server.url, start ranks with torchrun",
+                    )
+        else:
+            if config.learner.type != "local":
+                yield problem("learner.type", "expected 'local' with cluster.backend = 'ray'", config.learner.type)
+            if self.arena.addresses:
+                why = "is for cluster.backend = 'static'; Ray starts the workers"
+                yield problem(f"{key}.arena.addresses", why)
+            if self.engines and config.rollout.client != "transformers":
+                why = "has no effect beside cluster.engines, which sample: expected no setting here"
+                yield problem("rollout.client", why, config.rollout.client)
+            if self.arena.count and not self.engines:
+                yield problem(f"{key}.arena.count", "workers need engines to sample from: set cluster.engines")
+            yield from self._several_bases(config, key)
+
+    def _several_bases(self, config: Any, key: str) -> Iterator[str]:
+        """Yield a line for each pool whose policies have several bases. The client's check finds other mistakes."""
+        groups = sharing(config.policies)
+        for name, pool in self.engines.items():
+            policies = set(pool.policies or config.policies)
+            if policies <= config.policies.keys() and not any(policies <= set(group) for group in groups):
+                why = f"an engine serves one base: expected policies of one of {groups}"
+                yield problem(f"{key}.engines.{name}.policies", why, sorted(policies))
+
     @property
     def has_engines(self) -> bool:
         """True if engines of the cluster sample, in place of ``rollout.client``."""
@@ -109,6 +146,25 @@ class ShardingConfig(Section):
     timeout: float = Field(default=300.0, gt=0)
     """Seconds after which a process gives up waiting for another one in an update."""
 
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if run.ranks == 1:
+            return
+        config, copies = run.config, self.replicas
+        if run.ranks % copies:
+            yield problem(f"{key}.replicas", f"expected a divisor of the {run.ranks} processes", copies)
+        if self.parallel and copies > 1:
+            yield "config keys 'sharding.parallel' and 'sharding.replicas': expected one of them, got both"
+        groups = sharing({name: each for name, each in config.policies.items() if each.trainable})
+        if self.parallel and not config.distill.top_k and groups and run.ranks % len(groups):
+            yield problem(
+                f"{key}.parallel",
+                f"expected a number of processes that the {len(groups)} groups of weights divide "
+                f"({', '.join('+'.join(names) for names in groups)}), got {run.ranks}",
+                self.parallel,
+            )
+        if config.device == "cpu" and self.offload:
+            yield problem(f"{key}.offload", "expected a GPU, got the device 'cpu'", self.offload)
+
 
 class TinkerConfig(Section):
     """A server of the Tinker API that has, trains and samples the adapters; see docs/tinker.md."""
@@ -126,6 +182,8 @@ class TinkerConfig(Section):
     patience: float = Field(default=60.0, gt=0)
     """Seconds that the server may be unreachable before the run ends."""
 
+    at_resume: ClassVar[Effects] = {"base_model": refused("the checkpoint has adapters of it")}
+
 
 class LearnerConfig(Section):
     """The learner, which has and trains the weights of the policies."""
@@ -133,3 +191,10 @@ class LearnerConfig(Section):
     type: Literal["local", "tinker"] = "local"
     """``local`` trains here, or in shards over the processes of torchrun; ``tinker`` lets a server train."""
     tinker: TinkerConfig = TinkerConfig()
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.type != "local" and run.ranks > 1:
+            why = "expected one process, as a server trains; start turnwise without torchrun"
+            yield problem(f"{key}.type", why, self.type)
+
+    at_resume: ClassVar[Effects] = {"type": refused("the checkpoint is of the other kind")}

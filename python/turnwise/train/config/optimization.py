@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from turnwise.train.config.base import Section
+from turnwise.train.config.base import APPLIES, Change, Effect, Effects, RunFacts, Section, problem, refused
 from turnwise.train.config.policies import OptimizerConfig
+
+
+def _other_coefficient(change: Change) -> Effect:
+    """Refuse a KL term for whole models whose reference the checkpoint doesn't have."""
+    whole = [name for name, policy in change.run.policies.items() if policy.trainable and policy.lora is None]
+    if change.before or not whole:
+        return APPLIES
+    return refused(f"the checkpoint has no reference of policy {whole[0]!r}")
 
 
 class KLConfig(Section):
@@ -27,6 +36,8 @@ class KLConfig(Section):
     """Samples over which the coefficient grows by ``clip(kl / target - 1, ±0.2)``."""
     refresh_every: int | None = Field(default=None, ge=1)
     """Steps of a policy after which its reference takes its weights; by default the reference never changes."""
+
+    at_resume: ClassVar[Effects] = {"coef": _other_coefficient}
 
 
 class CorrectionConfig(Section):
@@ -66,7 +77,7 @@ class LossConfig(Section):
     """The policy loss, its aggregation, KL term, entropy bonus, importance weights and masks."""
 
     type: str = "clip-higher"
-    """Name in ``turnwise.train.update.loss_types``, or ``module:Class``."""
+    """Name in ``turnwise.train.terms.loss_types``, or ``module:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the loss's class, such as ``{low = 0.2, high = 0.28}``."""
     aggregation: Literal[
@@ -92,6 +103,8 @@ class LossConfig(Section):
     baseline: Literal["credit", "optimal_token"] = "credit"
     """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
 
+    at_resume: ClassVar[Effects] = {"critic": refused("critics train from the start of a run")}
+
     @model_validator(mode="after")
     def _check_max_length(self) -> Self:
         if self.aggregation == "seq-mean-token-sum-norm" and self.max_length is None:
@@ -110,6 +123,31 @@ class DistillConfig(Section):
     """Text in the teacher's prompt alone: ``best``, a better answer of the group, or ``episode``, ``Episode.hint``."""
     top_k: int = Field(default=0, ge=0)
     """Teacher's likeliest tokens at each position whose forward KL is in the loss; 0 takes samples' reverse KL."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        teachers, rollout, rounds = run.config.teachers(), run.config.rollout, run.config.filter.dynamic_sampling_rounds
+        if not teachers:
+            for name, value in self.model_dump(exclude_defaults=True).items():
+                yield problem(f"{key}.{name}", "has no effect without a teacher: expected actors.<name>.teacher", value)
+            return
+        if rollout.client == "vllm" and rollout.temperature != 1 and not self.top_k:
+            yield problem(
+                "rollout.temperature",
+                f"expected 1 with actors.{next(iter(teachers))}.teacher, as vLLM scores tokens at temperature 1",
+                rollout.temperature,
+            )
+        if self.top_k and self.hint != "none":
+            why = "the loss reads the actor's own prompts: expected 0 with distill.hint"
+            yield problem(f"{key}.top_k", why, self.top_k)
+        if self.top_k and run.config.learner.type == "tinker":
+            why = "expected 0 with learner.type = 'tinker', whose losses have no such term"
+            yield problem(f"{key}.top_k", why, self.top_k)
+        if rounds and not self.reward:
+            yield problem(
+                "filter.dynamic_sampling_rounds",
+                "expected 0, or distill.reward = true: a taught actor learns from every question",
+                rounds,
+            )
 
 
 class UpdateConfig(OptimizerConfig):

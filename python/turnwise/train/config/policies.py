@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Literal, Self
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.train.config.base import Section, Share
+from turnwise.train.config.base import (
+    APPLIES,
+    Change,
+    Effect,
+    Effects,
+    RunFacts,
+    Section,
+    Share,
+    kept,
+    problem,
+    refused,
+)
 from turnwise.utils.files import PathText
+
+
+def _other_weights(change: Change) -> Effect:
+    """Keep the path of a model whose weights are in the checkpoint, unless its folder has moved."""
+    if change.before and change.now and not Path(change.before).is_dir() and Path(change.now).is_dir():
+        return APPLIES
+    return kept(f"not {change.now or 'unset'}: its weights are in the checkpoint")
 
 
 class LoraConfig(Section):
@@ -22,6 +42,8 @@ class LoraConfig(Section):
     """Dropout on the adapter's input in updates; needs the policy's ``dropout = true``."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules that get an adapter: every linear layer but the head and a mixture's experts, or a list of names."""
+
+    at_resume: ClassVar[Effects] = dict.fromkeys(("rank", "target_modules"), refused("its matrices have this shape"))
 
 
 class OptimizerConfig(Section):
@@ -62,6 +84,34 @@ class PolicyConfig(Section):
     """Reference of the KL term, a folder or Hub name; by default the weights at the start, for an adapter the base."""
     optimizer: dict[str, Any] = Field(default_factory=dict)
     """Keys of the optimizer in ``[update]`` with other values for this policy, such as ``lr``."""
+
+    at_resume: ClassVar[Effects] = {
+        "path": _other_weights,
+        "reference": _other_weights,
+        "trainable": refused("a checkpoint has optimizers of the policies that trained alone"),
+        "lora": refused("the checkpoint has weights of the other kind"),
+    }
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if not re.fullmatch(r"policies\.\w[\w.-]*", key):
+            yield problem(key, "expected letters, digits, '_', '-' and '.', as files get this name")
+        if self.trainable and self.dtype == "float16":
+            why = "gradients underflow in it; expected 'bfloat16' or 'float32' for a policy that trains"
+            yield problem(f"{key}.dtype", why, self.dtype)
+
+
+def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> list[list[str]]:
+    """Group the names of ``policies`` that can share one copy of their weights.
+
+    These are adapters with the same path and dtype, and with ``share_frozen`` also frozen policies of that path and
+    dtype. A policy that trains all its weights is alone in its group.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, settings in policies.items():
+        alone = settings.lora is None and (settings.trainable or not share_frozen)
+        key = (settings.path, settings.dtype, name) if alone else (settings.path, settings.dtype)
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
 
 
 class ActorConfig(Section):
@@ -135,6 +185,12 @@ class WarmStartConfig(Section):
     """JSONL of ``{"messages": [...], "completion": "..."}``, or a run's ``rollouts.jsonl``; default: demonstrations."""
     min_reward: float | None = None
     """Least reward of a recorded step that becomes a row; needs ``data``."""
+
+    at_resume: ClassVar[Effects] = {"*": kept("as the warm start is over")}
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.min_reward is not None and self.data is None:
+            yield problem(f"{key}.min_reward", "needs warm_start.data, recorded episodes to choose from")
 
     @model_validator(mode="after")
     def _check_measured(self) -> Self:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from turnwise.train.config.base import Section
+from turnwise.train.config.base import RunFacts, Section, problem
 from turnwise.types.play import MAX_CONCURRENCY
 from turnwise.utils.files import PathText
 
@@ -114,6 +115,20 @@ class RolloutConfig(PlayLimits):
     routing_replay: bool = False
     """Route the tokens of an update to the experts that the sampler chose, in a mixture of experts."""
 
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        config, ahead = run.config, run.config.loop.max_staleness
+        wanted = {
+            "loop.max_staleness >= 1, as the groups that go on train by a later step": ahead >= 1,
+            f"at most 1 + loop.max_staleness = {1 + ahead}": self.oversample <= 1 + max(ahead, 1),
+            "loop.deterministic = false, as the clock decides which groups are whole": not config.loop.deterministic,
+            "filter.dynamic_sampling_rounds = 0, which judges whole draws": not config.filter.dynamic_sampling_rounds,
+            "league.share = 0, whose opponents change with each draw": not config.league.share,
+            "curriculum.sampling = 'task', as solve rates are kept by draw": config.curriculum.sampling == "task",
+        }
+        for text, holds in wanted.items():
+            if self.oversample > 1 and not holds:
+                yield problem(f"{key}.oversample", f"expected {text}", self.oversample)
+
 
 class LoopConfig(Section):
     """Asynchronous training: how far sampling may run ahead of the updates."""
@@ -124,6 +139,15 @@ class LoopConfig(Section):
     """Load new weights into the sampler in the middle of its completions; needs ``max_staleness`` > 0."""
     deterministic: bool = False
     """Order events by step instead of by clock, so that a resumed run repeats bit for bit."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.deterministic and run.config.rollout.client != "transformers":
+            yield problem(
+                f"{key}.deterministic",
+                "vLLM's batches depend on the clock, so log-probs differ in their last bits; use rollout.client = "
+                "'transformers'",
+                self.deterministic,
+            )
 
     @model_validator(mode="after")
     def _check_compatible(self) -> Self:

@@ -7,13 +7,14 @@ Defaults are the vetted settings. The string below a field is its entry in ``tur
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from turnwise.train.config import nulls
-from turnwise.train.config.base import Section
+from turnwise.train.config.base import Effects, RunFacts, Section, kept, problem, refused
 from turnwise.train.config.cluster import ClusterConfig, LearnerConfig, ShardingConfig
 from turnwise.train.config.optimization import DistillConfig, LossConfig, UpdateConfig
 from turnwise.train.config.policies import (
@@ -74,6 +75,8 @@ class HealthConfig(Section):
     signals: dict[str, SignalConfig] = Field(default_factory=dict)
     """The watched signals, by their names in ``turnwise.train.health.signals.SIGNALS``."""
 
+    at_resume: ClassVar[Effects] = dict.fromkeys(("start_questions", "start_samples"), kept("as the start was checked"))
+
 
 class EvalConfig(Section):
     """Validation during the run, evaluation at its end, and early stopping."""
@@ -116,6 +119,12 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint of the best validation; needs ``eval.every``."""
     save_running_episodes: bool = False
     """Save each multi-turn episode after every turn, so that a run resumes in the middle of a batch."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.keep_best and not run.config.eval.every:
+            yield problem(f"{key}.keep_best", "needs eval.every > 0, as validation finds the best", self.keep_best)
+        if self.save_running_episodes and run.config.loop.max_staleness:
+            yield problem(f"{key}.save_running_episodes", "needs loop.max_staleness = 0", self.save_running_episodes)
 
 
 class LogConfig(Section):
@@ -202,6 +211,20 @@ class TrainConfig(Section):
     sharding: ShardingConfig = ShardingConfig()
     cluster: ClusterConfig = ClusterConfig()
     log: LogConfig = LogConfig()
+
+    at_resume: ClassVar[Effects] = {
+        "seed": refused("generators go on as the checkpoint has them"),
+        "policies": refused("the checkpoint has other policies"),
+    }
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if run.ranks > 1 and run.grammars:
+            yield problem(
+                "gateway.structured",
+                f"{run.ranks} processes don't renormalise over the allowed tokens, so these calls would not train: "
+                "expected one process, or another setting",
+                self.gateway.get("structured"),
+            )
 
     def teachers(self) -> dict[str, str]:
         """Return the teacher of each actor that has one."""

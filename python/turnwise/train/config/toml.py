@@ -158,24 +158,6 @@ def to_toml(config: TrainConfig) -> str:
     return nulls.dumps(data)
 
 
-def differences(file: Path, config: TrainConfig) -> list[str]:
-    """List the keys where ``config`` differs from a file of :func:`to_toml`, as ``"update.lr 0.001 -> 0.01"``.
-
-    The list is empty if the file is missing or is not TOML. Two paths to the same file or folder are equal, and so is a
-    ``run_dir`` relative to the folder where the run began, as the file lies in it.
-    """
-    try:
-        before = _leaves(nulls.restore(tomllib.loads(file.read_text(encoding="utf-8"))))
-    except (OSError, ValueError):
-        return []
-    now = _leaves(nulls.restore(tomllib.loads(to_toml(config))))
-    if not Path(str(before.get("run_dir", ""))).is_absolute():
-        before.pop("run_dir", None)
-        now.pop("run_dir", None)
-    keys = [key for key in dict.fromkeys([*before, *now]) if not same(before.get(key), now.get(key))]
-    return [f"{key} {before.get(key, 'unset')} -> {now.get(key, 'unset')}" for key in keys]
-
-
 def same(one: Any, other: Any) -> bool:
     """Return True for equal plain values. NaN equals itself here, as no setting changed, and so do two paths to one
     file or folder, such as ``models/a`` and ``/data/models/a``."""
@@ -195,8 +177,9 @@ def _is_same_path(before: str, now: str) -> bool:
         return False
 
 
-def _leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
+def leaves(data: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values below ``data`` by their dotted keys, each behind ``above``."""
+    found: dict[str, Any] = {}
     for key, value in data.items():
-        leaves |= _leaves(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
-    return leaves
+        found |= leaves(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+    return found

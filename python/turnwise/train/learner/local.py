@@ -22,8 +22,8 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.learner import RunShares, Show, T, Updated, Weights
 from turnwise.train.model.policy import Policy, fingerprints
-from turnwise.train.update.critic import value_head
-from turnwise.train.update.kl import reference_logprobs, refresh, refresh_problem
+from turnwise.train.terms.kl import reference_logprobs, refresh, refresh_problem
+from turnwise.train.terms.registry import attach_terms
 from turnwise.train.update.update import skip_draws, update_policy
 from turnwise.types import TrainingBatch
 
@@ -41,10 +41,8 @@ class LocalLearner:
         if problem := refresh_problem(policies, config.loss.kl):
             raise ConfigError(problem)
         self.policies, self.config = dict(policies), config
-        if config.loss.critic is not None:
-            for policy in self.policies.values():
-                if policy.trainable:
-                    policy.add_critic(value_head(policy), config.loss.critic.lr)
+        for policy in self.policies.values():
+            attach_terms(policy, config.loss)
         self.trained = self.policies  # here, and not by other processes
         self.torn = False
 
@@ -125,12 +123,13 @@ class Undo:
     def __init__(self, policies: Mapping[str, Policy]) -> None:
         self.policies = {name: policy for name, policy in policies.items() if policy.optimizer is not None}
         self._progress = {name: copy.deepcopy(describe_progress(policy)) for name, policy in self.policies.items()}
-        # An update moves the bias of a critic before its first step.
-        self._heads = {
-            name: [(tensor, tensor.detach().clone()) for tensor in policy.critic.parameters()]
-            for name, policy in self.policies.items()
-            if policy.critic is not None
-        }
+        # An update may move a head before its first step.
+        self._heads = [
+            (tensor, tensor.detach().clone())
+            for policy in self.policies.values()
+            for head in policy.heads.values()
+            for tensor in head.module.parameters()
+        ]
         self._copies: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] | None = None
         # AdamW has two moments per weight; a new optimizer has none yet.
         size = sum(3 * x.nbytes for policy in self.policies.values() for x in policy.trained_parameters())
@@ -158,11 +157,11 @@ class Undo:
                         tensor.copy_(weights[key])
                 policy.masters.write()
                 policy.optimizer.load_state_dict(optimizer)
-            with torch.no_grad():
-                for tensor, before in self._heads.get(name, ()):
-                    tensor.copy_(before)
             policy.is_stepping = False
             restore_progress(policy, self._progress[name])
+        with torch.no_grad():
+            for tensor, before in self._heads:
+                tensor.copy_(before)
         return True
 
 

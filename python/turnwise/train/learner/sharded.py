@@ -193,7 +193,7 @@ def weight_groups(policies: Mapping[str, Policy]) -> list[list[str]]:
             groups.setdefault(id(policy.base or policy), []).append(name)
     first = next(iter(groups.values()), None) or groups.setdefault(0, [])
     pupils: dict[str, list[str]] = {
-        name: [other for other, each in policies.items() if each.is_taught_by(policy)]
+        name: [other for other, each in policies.items() if any(read is policy for read in each.reads)]
         for name, policy in policies.items()
     }
     for name, policy in policies.items():

@@ -22,7 +22,7 @@ from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.inference.common.routed_experts import experts_of
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
-from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
+from turnwise.train.config.policies import LoraConfig, PolicyConfig, sharing, steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.export import check_savable
@@ -34,6 +34,9 @@ TINY = "tiny"
 
 Tiny = Callable[[], tuple[Any, nn.Module]]
 """Builds the tokenizer and the tiny model; every call returns equal ones."""
+
+MOST_JSON, MOST_VOCABULARY = 64 << 20, 1 << 30
+"""Bytes of a configuration or template, and of a vocabulary."""
 
 
 def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
@@ -63,6 +66,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             continue
         seen.add(path)
         try:
+            _check_sizes(Path(path))
             whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
             generation = _generation_config(path)
             loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -113,20 +117,6 @@ def load_models(
                 raise ConfigError(f"config key 'policies.{names[0]}.gradient_checkpointing' = True: {error}") from error
         models |= dict.fromkeys(names, model)
     return {name: models[name] for name in policies}
-
-
-def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> list[list[str]]:
-    """Group the names of ``policies`` that can share one copy of their weights.
-
-    These are adapters with the same path and dtype, and with ``share_frozen`` also frozen policies of that path and
-    dtype. A policy that trains all its weights is alone in its group.
-    """
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, settings in policies.items():
-        alone = settings.lora is None and (settings.trainable or not share_frozen)
-        key = (settings.path, settings.dtype, name) if alone else (settings.path, settings.dtype)
-        groups.setdefault(key, []).append(name)
-    return list(groups.values())
 
 
 def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, PolicyConfig]) -> None:
@@ -305,6 +295,14 @@ def peft_config(lora: LoraConfig) -> Any:
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
+
+
+def _check_sizes(folder: Path) -> None:
+    """Raise ``ValueError`` for a file of a model's folder that is read whole and too large to be what it says."""
+    for file in (*folder.glob("*.json"), *folder.glob("*.jinja")):
+        most = MOST_VOCABULARY if file.name in ("tokenizer.json", "vocab.json") else MOST_JSON
+        if file.is_file() and file.stat().st_size > most:
+            raise ValueError(f"{file.name} has {file.stat().st_size} bytes: expected at most {most}")
 
 
 def _generation_config(path: str) -> Any:

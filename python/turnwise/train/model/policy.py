@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from turnwise.inference.common.hf_model import limit_head, recompute_layers, rec
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.head import ENTROPIES, LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, explain_out_of_memory, micro_batches, smallest
 from turnwise.train.model.support import causal_lm, drops_out, linear_bytes_per_token
 from turnwise.train.model.weights import MasterWeights, bit_sums, count_not_finite, named_parameters, named_weights
@@ -28,6 +29,13 @@ _BACKWARD = 2.0
 """Peak of a backward pass over the activations that it reads."""
 _FEWEST, _MOST = 7, 14
 """Exponents of the smallest and the largest automatic micro-batch."""
+
+
+class TrainedHead(NamedTuple):
+    """A module that trains with a policy's model, with its peak learning rate."""
+
+    module: Any
+    lr: float
 
 
 class Policy:
@@ -61,13 +69,12 @@ class Policy:
         self.updates = 0
         self.skipped = 0  # updates in a row that were not finite
         self.is_stepping = False  # an optimizer step has begun and not ended
-        self.kl_coef: float | None = None  # the adaptive coefficient, once it has changed
-        self.entropy_coef: float | None = None  # as kl_coef
-        self.last_entropy: float | None = None  # of the last step, if the coefficient is adaptive
+        self.terms: Any = None  # the terms of its loss, once an update or a learner needs them
+        self.heads: dict[str, TrainedHead] = {}  # modules that train with the model, by name
+        self.reads: list[Policy] = []  # other policies whose distributions its updates read
         self._auto_tokens: int | None = None  # tokens of a micro-batch, once chosen
         self._halved = False
         self.max_grad_norm = config.max_grad_norm
-        self.teaching: Any = None  # the teachers of its actors, if their forward KL is in the loss
         self.ranks = SINGLE_RANK  # the processes that hold its shards
         if with_reference and reference is None:
             reference = model.shared.plain() if isinstance(model, AdaptedModel) else copy.deepcopy(model)
@@ -81,8 +88,6 @@ class Policy:
         self._set_mode(dropout)
         self.forward: Any = Forward(model, layout, dropout=dropout and trainable)
         self.reference_forward: Any = None if self.reference is None else Forward(self.reference, layout)
-        self.critic: nn.Linear | None = None  # the head of a value loss, which learners with a critic add
-        self.critic_lr = 0.0
         self.optimizer: torch.optim.AdamW | None = None
         self._config, self._place = config, RunPlace(total_steps)
         self.masters = MasterWeights(())
@@ -116,31 +121,33 @@ class Policy:
         if self.trainable:
             self.masters = MasterWeights(self._own_parameters())
             groups: list[dict[str, Any]] = [{"params": self.trained_parameters(), "peak": config.lr}]
-            if self.critic is not None:
-                head = {"params": list(self.critic.parameters()), "peak": self.critic_lr, "weight_decay": 0.0}
-                groups.append(head)
+            for head in self.heads.values():
+                groups.append({"params": list(head.module.parameters()), "peak": head.lr, "weight_decay": 0.0})
             self.optimizer = torch.optim.AdamW(
                 groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
             )
 
-    def add_critic(self, head: nn.Linear, lr: float) -> None:
-        """Train ``head`` with the policy, at the peak rate ``lr``. The optimizer starts again."""
-        self.critic, self.critic_lr = head, lr
+    def add_head(self, name: str, module: Any, lr: float) -> None:
+        """Train ``module`` with the policy, at the peak rate ``lr``. The optimizer starts again."""
+        self.heads[name] = TrainedHead(module, lr)
         self.build_optimizer()
 
-    def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
-        """Return log-probs ``[N]`` of the packed completion tokens, of ``log_softmax(logits / temperature)``.
+    def read(self, micro: MicroBatch, needs: Needs = LOGPROBS) -> Read:
+        """Return what is needed of each packed completion token (:class:`~turnwise.train.model.head.Read`)."""
+        read: Read = self.forward.read(micro, needs)
+        return read._replace(reference_N=self.reference_logprobs(micro)) if needs.reference else read
 
-        With ``entropy`` return a pair: the log-probs, and the entropies ``[N]`` of the distributions. Both are float32
-        (float64 from a float64 model), with gradients.
-        """
-        logprobs_N, entropies_N = self.forward(micro, entropy=entropy)
-        return (logprobs_N, entropies_N) if entropy else logprobs_N
+    def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
+        """Return log-probs ``[N]``; with ``entropy`` a pair of them and the entropies ``[N]``."""
+        read = self.read(micro, ENTROPIES if entropy else LOGPROBS)
+        return (read.logprobs_N, read.entropies_N) if entropy else read.logprobs_N
 
     @torch.no_grad()
     def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         """Return log-probs ``[N]`` under the reference, with its own experts; ``None`` if the policy has none."""
-        return None if self.reference_forward is None else self.reference_forward(micro.without_experts())[0]
+        return (
+            None if self.reference_forward is None else self.reference_forward.read(micro.without_experts()).logprobs_N
+        )
 
     @torch.no_grad()
     def refresh_reference(self) -> None:
@@ -270,36 +277,22 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the JSON-serialisable state that a checkpoint keeps in addition to weights and optimizer."""
-        return {
-            "skipped": self.skipped,
-            "kl_coef": self.kl_coef,
-            "entropy_coef": self.entropy_coef,
-            "last_entropy": self.last_entropy,
-            "auto_tokens": self._auto_tokens,
-            "halved": self._halved,
-        }
+        """Return the JSON-serialisable state that a checkpoint keeps beside weights, optimizer and terms."""
+        return {"skipped": self.skipped, "auto_tokens": self._auto_tokens, "halved": self._halved}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`extra_state`."""
-        self.skipped, self.kl_coef = state["skipped"], state["kl_coef"]
-        self.entropy_coef, self.last_entropy = state.get("entropy_coef"), state.get("last_entropy")
-        self._auto_tokens, self._halved = state["auto_tokens"], state["halved"]
+        self.skipped, self._auto_tokens, self._halved = (state[key] for key in ("skipped", "auto_tokens", "halved"))
 
     @property
     def trie_share(self) -> float:
         """Largest share of the rows' tokens that a trie may have to be used instead of the rows."""
         return min(float(forward.trie_share) for forward in self.forwards())
 
-    def is_taught_by(self, other: Policy) -> bool:
-        """Return True if the updates of this policy read the distribution of ``other``."""
-        return self.teaching is not None and any(each is other for each in self.teaching.teachers.values())
-
     def forwards(self) -> list[Any]:
-        """Return the forward passes of the policy, its reference and its teachers: all those of its micro-batches."""
+        """Return all forward passes of its micro-batches: its own, its reference's, and those of policies it reads."""
         reference = [] if self.reference_forward is None else [self.reference_forward]
-        teachers = {} if self.teaching is None else self.teaching.teachers
-        return [self.forward, *reference, *(teacher.forward for teacher in teachers.values())]
+        return [self.forward, *reference, *(other.forward for other in self.reads)]
 
     @property
     def device(self) -> torch.device:

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from turnwise.inference.weights.lora import AdaptedModel
-from turnwise.train.model.forward import Forward, Result
+from turnwise.train.model.forward import Forward
+from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch, Ranks
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.support import causal_lm
@@ -36,31 +37,19 @@ class Root(nn.Module):
 
 
 class ShardedForward:
-    """Calls all passes of ``read`` inside of the ``root`` of its model; a stand-in for :class:`Forward`."""
+    """Calls all passes of ``forward`` inside of the ``root`` of its model, in whose place it stands."""
 
-    def __init__(self, root: Root, read: Forward) -> None:
-        self.root, self.read = root, read
-        self.packed, self.trie_share = read.packed, read.trie_share
+    def __init__(self, root: Root, forward: Forward) -> None:
+        self.root, self.forward = root, forward
+        self.packed, self.trie_share = forward.packed, forward.trie_share
 
-    def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> Result:
-        result: Result = self.root(self.read, micro, entropy=entropy)
-        return result
-
-    def with_squares(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.root(self.read.with_squares, micro)
-        return result
-
-    def with_others(self, micro: MicroBatch, ids_Nk: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        result: tuple[Tensor, Tensor | None, Tensor] = self.root(self.read.with_others, micro, ids_Nk)
+    def read(self, micro: MicroBatch, needs: Needs = LOGPROBS) -> Read:
+        result: Read = self.root(self.forward.read, micro, needs)
         return result
 
     @property
     def rows(self) -> int:
-        return self.read.rows
-
-    def top(self, micro: MicroBatch, k: int, rows: int | None = None) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.root(self.read.top, micro, k, rows)
-        return result
+        return self.forward.rows
 
 
 def shard_policies(

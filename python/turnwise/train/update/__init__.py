@@ -1,5 +1,5 @@
-"""Updates of a policy: loss, KL penalty, entropy bonus, baseline, critic, supervised warm start.
+"""Updates of a policy on a batch, with the terms of its loss, and the supervised warm start.
 
-Read in this order: update, loss, masks, kl, teaching, entropy, baseline, critic, sft, held_out.
-May import: types, utils, chat, ops, samples, train.config, train.model.
+Read in this order: update, log, sft, sft_data, held_out.
+May import: types, utils, chat, ops, samples, train.config, train.model, train.terms.
 """

@@ -30,10 +30,12 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import RunShares, Show, T, Updated, Weights
 from turnwise.train.learner.tinker.remote import Passed, RemoteAdapter, RemotePolicy
 from turnwise.train.learner.tinker.wire import SERVERS, server_loss, stream_of, wire_rows
-from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, minibatches, pack
-from turnwise.train.update.loss import Loss
-from turnwise.train.update.masks import MaskedMicroBatch
-from turnwise.train.update.update import UpdateLog, describe_bad_rows, rows_of
+from turnwise.train.model.head import Read
+from turnwise.train.model.micro_batch import SINGLE_RANK, minibatches, pack
+from turnwise.train.terms.registry import Terms
+from turnwise.train.terms.term import Part
+from turnwise.train.update.log import UpdateLog, describe_bad_rows
+from turnwise.train.update.update import rows_of
 from turnwise.types import TrainingBatch
 
 STATES = "tinker.json"
@@ -44,8 +46,7 @@ class _Sent(NamedTuple):
     """One minibatch that was sent: its rows, and the functions that wait for the server's answers."""
 
     rows: np.ndarray
-    micro: MicroBatch
-    normalizer: Tensor
+    part: Part
     passed: Callable[[], Passed]
     stepped: Callable[[], Mapping[str, float]]
 
@@ -85,7 +86,7 @@ class TinkerLearner:
     ) -> Updated:
         """Train as :class:`Learner` describes. Raises ``FloatingPointError`` at the first number that is not finite."""
         before = {name: policy.updates for name, policy in self.policies.items()}
-        loss = Loss(self.config.loss, len(batch.actors))
+        terms = Terms().begin(self.config.loss, batch.actors)
         rates, parts = {}, {}
         try:
             for name, policy in self.policies.items():
@@ -94,8 +95,8 @@ class TinkerLearner:
                         policy.follow_run(shares[name])
                     parts[name] = self._minibatches(policy, batch, rng)
                     rates[name] = policy.learning_rate if parts[name] else 0.0
-            sent = self._send(batch, parts, loss)
-            metrics = {name: self._measure(name, batch, loss, rates[name], each, show) for name, each in sent.items()}
+            sent = self._send(batch, parts, terms)
+            metrics = {name: self._measure(name, batch, terms, rates[name], each, show) for name, each in sent.items()}
         except BaseException:
             self.torn = any(policy.updates != before[name] for name, policy in self.policies.items())
             raise
@@ -113,28 +114,30 @@ class TinkerLearner:
         epochs = range(update.ppo_epochs)
         return [part for _ in epochs for part in minibatches(batch, rows, update.num_minibatches, rng)]
 
-    def _send(self, batch: TrainingBatch, parts: Mapping[str, list[np.ndarray]], loss: Loss) -> dict[str, list[_Sent]]:
+    def _send(
+        self, batch: TrainingBatch, parts: Mapping[str, list[np.ndarray]], terms: Terms
+    ) -> dict[str, list[_Sent]]:
         """Send the passes and updates of all policies, the first minibatch of each before the second of any."""
-        remote_loss = server_loss(loss.variant)
+        remote_loss = server_loss(terms["policy_loss"].variant)
         sent: dict[str, list[_Sent]] = {name: [] for name in parts}
         for index in range(max(map(len, parts.values()), default=0)):
             passes = []
             for name, minibatches_of_policy in parts.items():
                 if index < len(minibatches_of_policy):
-                    part = minibatches_of_policy[index]
-                    micro = pack(batch, part)
-                    normalizer = loss.normalizer([micro])
-                    rows = wire_rows(batch, part, micro, loss.token_weights(micro, normalizer), self.kind)
+                    drawn = minibatches_of_policy[index]
+                    micro = pack(batch, drawn)
+                    (part,) = terms.minibatch(None, [Part(micro, micro.rollout_logprobs_N)])
+                    rows = wire_rows(batch, drawn, micro, terms["policy_loss"].token_weights(part), self.kind)
                     passed = cache(self.adapters[name].forward_backward(rows, remote_loss))
-                    passes.append((name, part, micro, normalizer, passed))
-            for name, part, micro, normalizer, passed in passes:
+                    passes.append((name, drawn, part, passed))
+            for name, drawn, part, passed in passes:
                 if not self._confirmed:  # a wrong `server` must not change the weights
                     self._confirm(passed())
                 if self.kind.reorders:
                     passed()
                 policy = self.policies[name]
                 stepped = self.adapters[name].optim_step(policy.adam())
-                sent[name].append(_Sent(part, micro, normalizer, passed, stepped))
+                sent[name].append(_Sent(drawn, part, passed, stepped))
                 policy.step()
         return sent
 
@@ -142,7 +145,7 @@ class TinkerLearner:
         self,
         name: str,
         batch: TrainingBatch,
-        loss: Loss,
+        terms: Terms,
         rate: float,
         sent: list[_Sent],
         show: Show,
@@ -153,9 +156,9 @@ class TinkerLearner:
         log = UpdateLog(batch.actors)
         for done, one in enumerate(sent, start=1):
             stream = stream_of(batch, one.rows, one.passed().logprobs)
-            logprobs_N = torch.from_numpy(stream)[one.micro.token_N]
-            out = loss(logprobs_N, one.micro, one.micro.rollout_logprobs_N, None, one.normalizer)
-            log.add_micro(out, MaskedMicroBatch(one.micro), logprobs_N)
+            logprobs_N = torch.from_numpy(stream)[one.part.micro.token_N]
+            out, _ = terms.loss(Read(logprobs_N), one.part)
+            log.add_micro(out, one.part, logprobs_N)
             log.join(SINGLE_RANK)
             norms = (float(value) for key, value in one.stepped().items() if "grad_norm" in key)
             norm = next(norms, math.nan)  # not every server reports it

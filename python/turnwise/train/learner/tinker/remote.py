@@ -35,8 +35,7 @@ class RemotePolicy(Policy):
     ) -> None:
         self.name, self.trainable = name, trainable
         self.version = self.updates = self.skipped = 0
-        self.kl_coef = None
-        self.entropy_coef = self.last_entropy = self.critic = None
+        self.terms, self.heads, self.reads = None, {}, []
         self.max_grad_norm = config.max_grad_norm
         self._auto_tokens, self._halved = None, False
         self.ranks = SINGLE_RANK

@@ -98,7 +98,7 @@ def wire_rows(
 ) -> list[WireRow]:
     """Return ``rows`` of ``batch``, one minibatch, which is packed as ``micro``.
 
-    ``weights_N`` are :meth:`~turnwise.train.update.loss.Loss.token_weights`.
+    ``weights_N`` are :meth:`~turnwise.train.terms.policy_loss.PolicyLossTerm.token_weights`.
     """
     scaled = np.zeros(len(batch.token_ids), dtype=np.float32)
     scaled[micro.token_N.numpy()] = (micro.advantages_N * weights_N).numpy()

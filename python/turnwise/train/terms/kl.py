@@ -1,26 +1,97 @@
-"""Options of the KL term: an adaptive coefficient, a moving reference, and a penalty on the reward."""
+"""The KL term and its options: an adaptive coefficient, a moving reference, and a penalty on the reward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.ops import KL
 from turnwise.samples.pack import pack
-from turnwise.train.config.optimization import KLConfig
+from turnwise.train.config.base import RunFacts, problem
+from turnwise.train.config.optimization import KLConfig, LossConfig
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.policy import Policy
+from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.term import Part, Term
 from turnwise.types import Sample, TrainingBatch
 
 ERROR_BOUND = 0.2
 """Bound to which a KL's relative distance from the target is clipped (Ziegler et al. 2019, section 2.2)."""
 
 
-def coefficient(policy: Policy, config: KLConfig) -> float:
-    """Return the policy's present coefficient: the configured one until it has adapted."""
-    return config.coef if policy.kl_coef is None else policy.kl_coef
+class KLTerm(Term):
+    """Adds ``coefficient * KL(policy || reference)`` to the policy loss. A KL in the reward is :class:`KLPenalty`."""
+
+    name = "kl"
+    before = ("policy_loss",)  # which computes it
+    needs = Needs(reference=True)
+    coef: float | None = None
+    """The adaptive coefficient, once it has changed."""
+    start: float | None = None
+    """The configured coefficient from which it has adapted."""
+
+    def is_on(self, config: LossConfig) -> bool:
+        return config.kl.apply_to == "loss"
+
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        kl = run.config.loss.kl
+        if kl.target is not None and not kl.coef:
+            yield problem("loss.kl.target", "needs loss.kl.coef > 0, the coefficient that it starts from")
+        if kl.refresh_every is not None:
+            yield from _refresh_problems(run.config)
+
+    def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
+        if config.kl.coef and self.is_on(config):
+            why = "its losses have no KL term: expected 0, or loss.kl.apply_to = 'reward'"
+            yield "loss.kl.coef", config.kl.coef, why
+
+    def configure(self, config: LossConfig, actors: Sequence[str]) -> None:
+        super().configure(config, actors)
+        self.present, kl = self.coefficient(config.kl), config.kl
+        if kl.importance_weighted and not self.is_on(config):
+            raise ValueError(
+                "config key 'loss.kl.importance_weighted' = True: expected False with loss.kl.apply_to = 'reward': "
+                "the policy that sampled earned the reward, so there is no ratio"
+            )
+        computed = self.is_on(config) and self.present
+        self.kl = KL(kl.estimator, self.present, kl.importance_weighted) if computed else None
+
+    def beside_advantage(self, config: LossConfig) -> list[str]:
+        return ["loss.kl"] if config.kl.coef > 0 and self.is_on(config) else []
+
+    def trains(self, policy: Policy, sample: Sample) -> bool:
+        return policy.reference is not None
+
+    def coefficient(self, config: KLConfig) -> float:
+        """Return the present coefficient: the configured one until it has adapted."""
+        goes_on = config.target is not None and self.start == config.coef
+        return self.coef if goes_on and self.coef is not None else config.coef
+
+    def adapt(self, kl: float, rows: int, config: KLConfig) -> None:
+        """Adapt the coefficient to the KL per token of ``rows`` rows."""
+        if config.target is not None:
+            self.coef, self.start = adapted(self.coefficient(config), kl, rows, config), config.coef
+
+    def arguments(self, read: Read, part: Part) -> dict[str, Any]:
+        return {"kl": self.kl, "ref_logprobs": read.reference_N}
+
+    def metrics(self, measured: Mapping[str, float], rows: int) -> dict[str, float]:
+        if self.kl is None or "kl" not in measured:
+            return {}
+        self.adapt(measured["kl"], rows, self.config.kl)
+        return {"kl_coef": self.present}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_coef": self.coef, "kl_start": self.start}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.coef, self.start = state["kl_coef"], state["kl_start"]
 
 
 def adapted(coef: float, kl: float, samples: int, config: KLConfig) -> float:
@@ -33,6 +104,22 @@ def adapted(coef: float, kl: float, samples: int, config: KLConfig) -> float:
         return coef
     error = float(np.clip(kl / config.target - 1, -ERROR_BOUND, ERROR_BOUND))
     return coef * (1 + error * min(1.0, samples / config.horizon))
+
+
+def _refresh_problems(config: TrainConfig) -> Iterator[str]:
+    """Yield the problems of ``loss.kl.refresh_every`` with other keys."""
+    key = "loss.kl.refresh_every"
+    if not config.loss.kl.coef:
+        yield problem(key, "needs loss.kl.coef > 0, without which there is no reference")
+    for name, policy in config.policies.items():
+        if policy.trainable and policy.lora is not None:
+            yield problem(
+                key,
+                f"the reference of the adapter 'policies.{name}' is its base without it, which has no weights of its "
+                "own: expected no lora",
+            )
+        elif policy.trainable and policy.reference is not None:
+            yield problem(key, f"expected no policies.{name}.reference, as its reference takes its weights")
 
 
 def refresh_problem(policies: Mapping[str, Policy], config: KLConfig) -> str:
@@ -68,7 +155,7 @@ def reference_logprobs(policy: Policy, batch: TrainingBatch, max_tokens: int) ->
     assert read is not None, f"policy {policy.name!r} has no reference"
     policy.model.eval()  # an adapter's reference is its own model with the adapter off
     micros = policy.cut(batch, np.arange(len(batch)), max_tokens)
-    return policy.over_stream(len(batch.token_ids), micros, lambda micro: read(micro)[0]).double().cpu()
+    return policy.over_stream(len(batch.token_ids), micros, lambda micro: read.read(micro).logprobs_N).double().cpu()
 
 
 class KLPenalty:
@@ -99,7 +186,7 @@ class KLPenalty:
             if policy.reference is None or not rows:
                 continue
             kl_B, tokens_B = self._row_kl(name, [samples[row] for row in rows])
-            penalties[rows] = coefficient(policy, self.config) * kl_B
+            penalties[rows] = terms_of(policy)["kl"].coefficient(self.config) * kl_B
             by_actor: dict[str, tuple[float, int, int]] = {}
             for row, kl, tokens in zip(rows, kl_B.tolist(), tokens_B.tolist(), strict=True):
                 total, count, number = by_actor.get(samples[row].actor, (0.0, 0, 0))
@@ -125,8 +212,8 @@ class KLPenalty:
         """
         metrics: dict[str, float] = {}
         for name, by_actor in self._measured.items():
-            policy, prefix = self.policies[name], f"{name}/" if len(self.policies) > 1 else ""
-            coef = coefficient(policy, self.config)
+            term, prefix = terms_of(self.policies[name])["kl"], f"{name}/" if len(self.policies) > 1 else ""
+            coef = term.coefficient(self.config)
             kl, tokens, rows = (sum(values) for values in zip(*by_actor.values(), strict=True))
             metrics |= {
                 f"{prefix}kl": kl / max(tokens, 1),
@@ -134,6 +221,6 @@ class KLPenalty:
                 f"{prefix}kl_penalty": coef * kl / rows,
                 **{f"{prefix}{actor}/kl": total / max(count, 1) for actor, (total, count, _) in by_actor.items()},
             }
-            policy.kl_coef = adapted(coef, kl / max(tokens, 1), rows, self.config)
+            term.adapt(kl / max(tokens, 1), rows, self.config)
         self._measured = {}
         return metrics

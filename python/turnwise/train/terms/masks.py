@@ -2,66 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnwise.ops import Rejection, off_policy_mask, rejection_mask, second_moment_mask, top_entropy_mask
 from turnwise.ops.masks import ESTIMATORS, LEVELS
-from turnwise.train.config.optimization import MasksConfig
+from turnwise.train.config.base import RunFacts, problem
+from turnwise.train.config.optimization import LossConfig, MasksConfig
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.model.policy import Policy
+from turnwise.train.terms.term import Part, Term
 
 CRITERIA = {f"{level}-{estimator}": (level, estimator) for level in LEVELS for estimator in ESTIMATORS}
 """The names that ``loss.masks.rejection`` takes, with the fields of :class:`turnwise.ops.Rejection`."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedMicroBatch:
-    """A micro-batch whose ``mask_N`` lacks the rejected tokens; of the others, ``kept_N`` have a policy gradient.
+class Masks(Term):
+    """Applies ``loss.masks`` to a whole minibatch, so any cut into micro-batches gives the same gradient."""
 
-    ``dropped`` marks the tokens ``[N]`` that each mask drops, by its key in ``loss.masks``. Without masks it is empty,
-    and ``kept_N`` is ``None``.
-    """
+    name = "masks"
+    effect = "masks"
+    before = ("policy_loss", "critic")  # whose sums count the tokens that are left
 
-    micro: MicroBatch
-    kept_N: Tensor | None = None
-    dropped: Mapping[str, Tensor] = field(default_factory=dict)
+    def is_on(self, config: LossConfig) -> bool:
+        return config.masks != MasksConfig()
 
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        if run.config.loss.masks.rejection and run.config.update.old_logprobs != "recompute":
+            yield problem(
+                "loss.masks.rejection",
+                "it compares the trainer's log-probs with the sampler's, so it needs update.old_logprobs = 'recompute'",
+            )
 
-class TokenMasks:
-    """Applies the masks of ``config`` to a whole minibatch, so any cut into micro-batches gives the same gradient.
+    def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
+        if masks := config.masks.model_dump(exclude_defaults=True):
+            yield "loss.masks", masks, "its losses have no masks: expected no setting"
 
-    Raises ``ValueError`` naming the invalid config key.
-    """
-
-    def __init__(self, config: MasksConfig) -> None:
-        self.config = config
-        self.criteria = [_criterion(name, bounds) for name, bounds in config.rejection.items()]
-
-    @property
-    def reads_policy(self) -> bool:
-        """True if a mask reads the current policy, which takes one more forward pass."""
-        by_policy = self.config.off_policy, self.config.second_moment, self.config.top_entropy
-        return any(value is not None for value in by_policy)
+    def configure(self, config: LossConfig, actors: Sequence[str]) -> None:
+        super().configure(config, actors)
+        self.criteria = [_criterion(name, bounds) for name, bounds in config.masks.rejection.items()]
 
     @torch.no_grad()
-    def apply(
-        self, policy: Policy, micros: Sequence[MicroBatch], old_logprobs: Sequence[Tensor]
-    ) -> list[MaskedMicroBatch]:
-        """Return the micro-batches of a minibatch with their masks.
-
-        Rejection comes first; the other masks see the tokens that it leaves.
-        """
-        if not (self.criteria or self.reads_policy):
-            return [MaskedMicroBatch(micro) for micro in micros]
+    def minibatch(self, policy: Policy | None, parts: list[Part]) -> None:
+        """Mask the parts. Rejection comes first; the other masks see the tokens that it leaves."""
+        micros = [part.micro for part in parts]
         trained_N = torch.cat([micro.mask_N for micro in micros]) != 0
         cu_seqlens = joined_cu_seqlens(micros)
         mask_N, dropped = trained_N, {}
         if self.criteria:
-            olds_N, rollout_N = torch.cat(list(old_logprobs)), torch.cat([micro.rollout_logprobs_N for micro in micros])
+            olds_N = torch.cat([part.old_logprobs_N for part in parts])
+            rollout_N = torch.cat([micro.rollout_logprobs_N for micro in micros])
             mask_N = rejection_mask(olds_N, rollout_N, self.criteria, mask=trained_N, cu_seqlens=cu_seqlens).keep
             dropped["rejection"] = trained_N & ~mask_N
         kept_N = mask_N
@@ -70,22 +64,21 @@ class TokenMasks:
             kept_N = kept_N & marked_N
         # Cut the masks as the minibatch is cut.
         counts = [len(micro.mask_N) for micro in micros]
-        masks, kepts = mask_N.split(counts), kept_N.split(counts)
         cut = {name: tokens_N.split(counts) for name, tokens_N in dropped.items()}
-        return [
-            MaskedMicroBatch(
-                replace(micro, mask_N=masks[index]), kepts[index], {name: parts[index] for name, parts in cut.items()}
-            )
-            for index, micro in enumerate(micros)
-        ]
+        columns = zip(parts, mask_N.split(counts), kept_N.split(counts), strict=True)
+        for index, (part, own_mask_N, own_kept_N) in enumerate(columns):
+            part.micro, part.kept_N = replace(part.micro, mask_N=own_mask_N), own_kept_N
+            part.dropped = {name: tokens[index] for name, tokens in cut.items()}
 
     def _by_policy(
-        self, policy: Policy, micros: Sequence[MicroBatch], mask_N: Tensor, cu_seqlens: Tensor
+        self, policy: Policy | None, micros: Sequence[MicroBatch], mask_N: Tensor, cu_seqlens: Tensor
     ) -> dict[str, Tensor]:
-        """Return the tokens ``[N]`` that each mask keeps which reads the current policy."""
-        if not self.reads_policy:
+        """Return the tokens ``[N]`` that each mask keeps which reads the current policy, in one more forward pass."""
+        config, kept = self.config.masks, dict[str, Tensor]()
+        if policy is None or all(
+            each is None for each in (config.off_policy, config.second_moment, config.top_entropy)
+        ):
             return {}
-        config, kept = self.config, {}
         length = 1 + max((int(micro.token_N.max()) for micro in micros if len(micro.token_N)), default=0)
         read = policy.over_stream(length, micros, lambda micro: torch.stack(policy.logprobs(micro, entropy=True), -1))
         logprobs_N, entropies_N = read[torch.cat([micro.token_N for micro in micros])].unbind(-1)

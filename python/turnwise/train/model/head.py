@@ -1,0 +1,295 @@
+"""Reads a model's head: log-probs of tokens, entropies, other tokens, and what else the terms of a loss need of a pass.
+
+A head reads the last hidden states (:func:`from_hidden`), or the logits of a model whose head can't be used alone
+(:func:`from_logits`). Under a grammar, the distribution is the one from which constrained tokens are drawn:
+``log_softmax(logits / temperature)`` over the allowed tokens alone, so a token without an alternative has exactly 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from turnwise.inference.common.hf_model import last_mlp_at, recomputes, token_rows, vocabulary_size
+from turnwise.inference.common.routed_experts import replaying
+from turnwise.inference.common.token_masks import unpack_masks
+from turnwise.ops import linear_logprob, logprob
+from turnwise.train.model.support import softcap_of
+
+MOST_LOGITS = 1 << 24
+"""Logits that a chunk of tokens may have at a time: 64 MiB in float32."""
+
+Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropies [n]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """Selects what a pass reads of each of the ``N`` tokens. Only the log-probs need no more than the sum of a row.
+
+    Example: ``Needs(entropy=True) | Needs(hidden=True)`` reads log-probs, entropies and hidden states
+    """
+
+    logprobs: bool = True
+    entropy: bool = False
+    squares: bool = False
+    """Sums of squares of all tokens' probabilities."""
+    hidden: bool = False
+    """Last hidden states of the tokens before, from packed rows."""
+    reference: bool = False
+    """Log-probs under the policy's reference, if it has one."""
+    others_Nk: Tensor | None = None
+    """Ids of other tokens whose log-probs are read; tokens under a grammar get those of no distribution."""
+    top_k: int = 0
+    """Number of most likely tokens to read, without a gradient."""
+    rows: int | None = None
+    """Number of tokens among which the most likely ones are, those of a smaller head."""
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(
+            self.logprobs or other.logprobs,
+            self.entropy or other.entropy,
+            self.squares or other.squares,
+            self.hidden or other.hidden,
+            self.reference or other.reference,
+            self.others_Nk if other.others_Nk is None else other.others_Nk,
+            max(self.top_k, other.top_k),
+            self.rows if other.rows is None else other.rows,
+        )
+
+
+LOGPROBS, ENTROPIES = Needs(), Needs(entropy=True)
+
+
+class Read(NamedTuple):
+    """Results of a pass, per token, with gradients; ``None`` for what was not needed.
+
+    ``logprobs_N`` are those of ``log_softmax(logits / temperature)``, float32 (float64 from a float64 model).
+    """
+
+    logprobs_N: Any
+    entropies_N: Any = None
+    squares_N: Any = None
+    hidden_N: Any = None
+    others_Nk: Any = None
+    top_ids_Nk: Any = None
+    top_Nk: Any = None
+    reference_N: Any = None
+
+
+class ModelInputs(NamedTuple):
+    """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are the positions to read, of
+    ``b * T``; in a trie siblings read the same ones (``repeated``). ``experts [b * T, L, K]`` are replayed."""
+
+    input_ids: Tensor
+    others: dict[str, Any]
+    at: Tensor
+    repeated: bool = False
+    experts: Tensor | None = None
+
+
+class Head(NamedTuple):
+    """Reads tokens by their indices: their log-probs, the logits ``[n, V]`` that predict them, or those ``[n, k]`` of
+    the given ids ``[n, k]``; and the hidden states ``[n, H]`` of all tokens before them."""
+
+    read: Callable[[Any, Tensor, float, bool], Result]
+    logits: Callable[[Tensor], Tensor]
+    logits_of: Callable[[Tensor], Tensor]
+    hidden: Callable[[], Tensor]
+    vocabulary: int
+
+
+def read_tokens(
+    head: Head,
+    targets_n: Tensor,
+    temperature_n: Tensor,
+    masks_UW: Tensor | None,
+    mask_index_n: Tensor | None,
+    needs: Needs,
+) -> Read:
+    """Read tokens with ``head``; those with an index into ``masks_UW`` under their grammars."""
+    grammars = (masks_UW, mask_index_n)
+    read: dict[str, Any] = {"logprobs_N": None}
+    if needs.logprobs:
+        logprobs, entropies = read_targets(head, targets_n, temperature_n, *grammars, entropy=needs.entropy)
+        read |= {"logprobs_N": logprobs, "entropies_N": entropies}
+    if needs.squares:
+        # At half the temperature each logit has the same multiple, so l and h give the sum of squares exp(2 * l - h).
+        halved, _ = read_targets(head, targets_n, temperature_n / 2, *grammars, entropy=False)
+        read["squares_N"] = (2 * read["logprobs_N"] - halved).exp()
+    if needs.hidden:
+        read["hidden_N"] = head.hidden()
+    if needs.others_Nk is not None:
+        # The target's log-prob gives the normalizer, so no logits of the whole vocabulary are held.
+        scaled = head.logits_of(torch.cat([targets_n[:, None], needs.others_Nk], dim=1)) / temperature_n[:, None]
+        read["others_Nk"] = scaled[:, 1:] - scaled[:, :1] + read["logprobs_N"][:, None]
+    if needs.top_k:
+        read |= _read_top(head, temperature_n, needs)
+    return Read(**read)
+
+
+@torch.no_grad()
+def _read_top(head: Head, temperature_n: Tensor, needs: Needs) -> dict[str, Tensor]:
+    """Return the ids ``[n, k]`` of the most likely tokens and their log-probs, from a chunk of logits at a time."""
+    places, parts = torch.arange(len(temperature_n), device=temperature_n.device), []
+    for part in places.split(max(1, MOST_LOGITS // head.vocabulary)):
+        scaled = wide(head.logits(part)[:, : needs.rows]) / temperature_n[part, None]
+        parts.append(torch.log_softmax(scaled, dim=-1).topk(needs.top_k, dim=-1))
+    return {
+        "top_ids_Nk": torch.cat([part.indices for part in parts]),
+        "top_Nk": torch.cat([part.values for part in parts]),
+    }
+
+
+def read_targets(
+    head: Head,
+    targets_n: Tensor,
+    temperature_n: Tensor,
+    masks_UW: Tensor | None,
+    mask_index_n: Tensor | None,
+    *,
+    entropy: bool,
+) -> Result:
+    """Return log-probs and entropies, read once per temperature; nearly always there is only one."""
+    free_n = torch.ones_like(targets_n, dtype=torch.bool) if mask_index_n is None else mask_index_n < 0
+    distinct = temperature_n[free_n].unique().tolist()
+    if mask_index_n is None and len(distinct) <= 1:
+        return head.read(slice(None), targets_n, distinct[0] if distinct else 1.0, entropy)
+    where = [torch.nonzero(free_n & (temperature_n == value))[:, 0] for value in distinct]
+    results = [head.read(index, targets_n[index], value, entropy) for index, value in zip(where, distinct, strict=True)]
+    if masks_UW is not None and mask_index_n is not None:
+        index = torch.nonzero(~free_n)[:, 0]
+        rows = mask_index_n[index]
+        constrained = constrained_logprob(
+            head.logits, index, targets_n[index], temperature_n[index], masks_UW, rows, entropy
+        )
+        where, results = [*where, index], [*results, constrained]
+    return tuple(joined(column, where) for column in zip(*results, strict=True))  # type: ignore[return-value]
+
+
+def in_order(where: Sequence[Tensor], reads: Sequence[Read]) -> Read:
+    """Join parts of a result; ``where`` has the original indices of each part."""
+    return Read(*(joined(column, where) for column in zip(*reads, strict=True)))
+
+
+def joined(parts: Sequence[Tensor | None], where: Sequence[Tensor]) -> Tensor | None:
+    """Return the rows of all ``parts`` in their original order; ``None`` if there are none."""
+    given = [part for part in parts if part is not None]
+    return torch.cat(given)[torch.cat(list(where)).argsort()] if given else None
+
+
+def from_hidden(lm: Any, inputs: ModelInputs, *, trims: bool) -> Head:
+    """Run the decoder, and return a head that reads its last hidden states. With ``trims`` the last MLP runs only at
+    the positions that are read."""
+    decoder, head_layer = lm.get_decoder(), lm.get_output_embeddings()
+    # Gradient checkpointing repeats the layers in the backward pass, outside of this block.
+    last = inputs.at.unique() if trims and not recomputes(lm) else None
+    with (
+        nullcontext() if last is None else last_mlp_at(decoder, last),
+        nullcontext() if inputs.experts is None else replaying(inputs.experts, last),
+    ):
+        output = decoder(input_ids=inputs.input_ids, use_cache=False, **inputs.others)
+    hidden = output.last_hidden_state.flatten(0, 1)
+
+    # Taken here, as a sharded model's head is whole only during its pass.
+    weight, bias, softcap = head_layer.weight, head_layer.bias, softcap_of(lm)
+    if (rows := token_rows(lm)) is not None:  # the others are no tokens
+        weight, bias = weight[:rows], None if bias is None else bias[:rows]
+
+    def logits(which: Tensor) -> Tensor:
+        raw = nn.functional.linear(hidden[inputs.at[which]], weight, bias)
+        return raw if softcap is None else softcap * torch.tanh(raw / softcap)
+
+    def logits_of(ids: Tensor) -> Tensor:
+        raw = (wide(hidden[inputs.at])[:, None] * wide(weight[ids])).sum(-1)
+        raw = raw if bias is None else raw + bias[ids]
+        return raw if softcap is None else softcap * torch.tanh(raw / softcap)
+
+    def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
+        at, pair_of = inputs.at[which], None
+        if inputs.repeated:
+            # Siblings that read the same position and have the same target share one log-prob.
+            vocabulary = weight.shape[0]
+            pairs, pair_of = (at * vocabulary + targets).unique(return_inverse=True)
+            at, targets = pairs // vocabulary, pairs % vocabulary
+        options = {"bias": bias, "positions": at, "temperature": temperature, "entropy": entropy}
+        logprobs, entropies = _pair(linear_logprob(hidden, weight, targets, softcap=softcap, **options))
+        if pair_of is None:
+            return logprobs, entropies
+        return logprobs[pair_of], None if entropies is None else entropies[pair_of]
+
+    return Head(read, logits, logits_of, lambda: hidden[inputs.at], vocabulary_size(lm))
+
+
+def from_logits(lm: Any, inputs: ModelInputs) -> Head:
+    """Run the model, and return a head that reads logits; it computes only the needed ones if the model has
+    ``logits_to_keep``."""
+    others, at = dict(inputs.others), inputs.at
+    if len(inputs.input_ids) == 1 and "logits_to_keep" in inspect.signature(type(lm).forward).parameters:
+        others["logits_to_keep"], at = at, torch.arange(len(at))
+    outputs: list[Any] = []
+    hook = lm.get_decoder().register_forward_hook(lambda module, given, output: outputs.append(output))
+    try:
+        with nullcontext() if inputs.experts is None else replaying(inputs.experts):
+            output = lm(input_ids=inputs.input_ids, use_cache=False, **others)
+    finally:
+        hook.remove()
+    logits_NV = output.logits.flatten(0, 1)[:, : token_rows(lm)]
+
+    def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
+        return _pair(logprob(logits_NV[at[which]], targets, temperature=temperature, entropy=entropy))
+
+    return Head(
+        read,
+        lambda which: logits_NV[at[which]],
+        lambda ids: wide(logits_NV[at].gather(1, ids)),
+        lambda: outputs[-1].last_hidden_state.flatten(0, 1)[inputs.at],
+        vocabulary_size(lm),
+    )
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in float32, or as it is in float64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _pair(result: Tensor | tuple[Tensor, Tensor]) -> Result:
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def constrained_logprob(
+    logits: Callable[[Tensor], Tensor],
+    index_n: Tensor,
+    targets_n: Tensor,
+    temperature_n: Tensor,
+    masks_UW: Tensor,
+    mask_index_n: Tensor,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs ``[n]``, and with ``entropy`` entropies ``[n]``, of the constrained distributions.
+
+    ``logits(index)`` gives the logits ``[m, V]`` of tokens ``index [m]``. Chunks of tokens are computed again in the
+    backward pass, so that only one chunk of logits is held. A target that its mask doesn't allow gets ``-inf``.
+    """
+
+    def read(index: Tensor, targets: Tensor, temperature: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        raw = logits(index)
+        raw = raw if raw.dtype == torch.float64 else raw.float()
+        allowed = unpack_masks(masks_UW[rows], raw.shape[1])
+        scaled = (raw / temperature[:, None].to(raw.dtype)).masked_fill(~allowed, -torch.inf)
+        logprobs = torch.log_softmax(scaled, dim=-1)
+        finite = logprobs.masked_fill(~allowed, 0.0)
+        entropies = -(finite.exp().masked_fill(~allowed, 0.0) * finite).sum(-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], entropies
+
+    size = max(1, MOST_LOGITS // (8 * masks_UW.shape[1]))
+    chunks = zip(*(column.split(size) for column in (index_n, targets_n, temperature_n, mask_index_n)), strict=True)
+    parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
+    return logprobs, entropies if entropy else None

@@ -1,0 +1,83 @@
+"""The optimal token baseline as ``loss.baseline``: advantages per token, ``A = G - B`` (https://arxiv.org/abs/2602.07078).
+
+    G   the advantage that the credit rule gave the row, at each of its trained tokens
+    B   the mean of G over the rows of the credit rule's group at this token position, each weighed by the squared norm
+        of its gradient so far: :func:`turnwise.ops.optimal_token_baseline`
+
+A rule's own baseline cancels out in ``G - B``, except where only one row of the group reaches the position: there ``B``
+is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnwise.ops import optimal_token_baseline
+from turnwise.train.config.base import RunFacts, problem
+from turnwise.train.config.optimization import LossConfig
+from turnwise.train.model.head import Needs
+from turnwise.train.model.micro_batch import MicroBatch, pack
+from turnwise.train.model.policy import Policy
+from turnwise.train.terms.term import Term
+from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
+from turnwise.types import TrainingBatch
+
+
+class OptimalTokenBaseline(Term):
+    """Gives a batch advantages per token, in one pass of the present weights."""
+
+    name = "baseline"
+    effect = "replaces"
+    columns = ("group_index",)
+
+    def is_on(self, config: LossConfig) -> bool:
+        return config.baseline == "optimal_token"
+
+    def problems(self, run: RunFacts) -> Iterator[str]:
+        loss = run.config.loss
+        if self.is_on(loss) and loss.critic is not None:
+            why = "expected 'credit' with loss.critic, whose values are the baseline"
+            yield problem("loss.baseline", why, loss.baseline)
+
+    def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
+        if self.is_on(config):
+            yield "loss.baseline", config.baseline, "the server has no probabilities of all tokens: expected 'credit'"
+
+    def beside_advantage(self, config: LossConfig) -> list[str]:
+        return ["loss.baseline"] if self.is_on(config) else []
+
+    @torch.no_grad()
+    def prepare(self, policy: Policy, batch: TrainingBatch, rows: np.ndarray, max_tokens: int | str) -> TrainingBatch:
+        """Return ``batch`` with advantages per token for ``rows``. Raises ``ValueError`` for a batch without groups."""
+        if batch.group_index is None:
+            raise ValueError("batch.group_index=None: expected the groups of a credit rule with loss.baseline")
+
+        def read_both(micro: MicroBatch) -> Tensor:
+            read = policy.read(micro, Needs(squares=True))
+            return torch.stack([read.logprobs_N, read.squares_N], dim=-1)
+
+        policy.model.eval()
+        stream = policy.over_stream(
+            len(batch.token_ids), policy.cut(batch, rows, policy.micro_batch_tokens(max_tokens)), read_both
+        )
+        whole = pack(batch, rows)
+        logprobs_N, squares_N = stream.cpu()[whole.token_N].unbind(-1)
+        advantages_N, returns_N = optimal_token_baseline(
+            at_last_token(whole.advantages_B, whole.row_N, whole.mask_N != 0),
+            logprobs_N,
+            squares_N,
+            torch.from_numpy(batch.group_index[rows]),
+            mask=whole.mask_N,
+            cu_seqlens=whole.cu_seqlens,
+        )
+        trained = max(1, int((whole.mask_N != 0).sum()))
+        self._mean = float((returns_N - advantages_N).double().sum()) / trained
+        return with_token_advantages(batch, rows, whole, advantages_N)
+
+    def metrics(self, measured: Mapping[str, float], rows: int) -> dict[str, float]:
+        return {"token_baseline": self._mean}
