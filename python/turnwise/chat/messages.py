@@ -259,14 +259,14 @@ def _joined(first: Message, second: Message) -> Message:
     text = text_of(second.get("content"), "content")
     text = text if first["role"] == second["role"] else f"user: {text}"
     whole = _with_texts(first, after=[text]) if first.get("content") else {"content": text}
-    return joined_parts(first, second, whole["content"])
+    return joined_parts([first, second], whole["content"])
 
 
-def joined_parts(first: Message, second: Message, content: Any) -> Message:
-    """Return ``first`` with ``content``, and with the reasoning and the calls of both."""
-    joined = {**first, "content": content}
-    reasoning = [message["reasoning_content"] for message in (first, second) if message.get("reasoning_content")]
-    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
+def joined_parts(parts: Messages, content: Any) -> Message:
+    """Return the first of ``parts`` with ``content``, and with the reasoning and the calls of all."""
+    joined = {**parts[0], "content": content}
+    reasoning = [message["reasoning_content"] for message in parts if message.get("reasoning_content")]
+    calls = [call for message in parts for call in message.get("tool_calls") or ()]
     joined |= {"reasoning_content": "\n\n".join(reasoning)} if reasoning else {}
     return joined | ({"tool_calls": calls} if calls else {})
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from turnwise.chat.messages import SYSTEM_ROLES, Tool, fold_systems, join_neighbours, results_in_order
 from turnwise.chat.tokenizers import ends_of, own_copy
@@ -385,7 +385,7 @@ def _template_text(
         return None
     tools = options.get("tools")
     template = tokenizer.get_chat_template(options.pop("chat_template", None), tools)
-    taken = inspect.signature(base.apply_chat_template).parameters
+    taken = inspect.signature(cast(Callable[..., Any], base.apply_chat_template)).parameters
     if unknown := [name for name in options if name in taken and name not in ("tools", "documents")]:
         raise ValueError(f"chat_template_kwargs={unknown}: expected variables of the template")
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options}

@@ -81,10 +81,11 @@ class Routers:
                 f"the model has {self.layers} layers and {self.top_k} experts per token: did another model sample them?"
             )
         used = ids_TLK[:, list(self.of_layers)]
-        if len(used) and int(used.max()) >= self.experts:
+        lowest, highest = (int(used.min()), int(used.max())) if len(used) else (0, 0)
+        if lowest < NO_RECORD or highest >= self.experts:
             raise ValueError(
-                f"{where}: expert {int(used.max())}: expected one from 0 to {self.experts - 1}, as the model has "
-                f"{self.experts}: did another model sample them?"
+                f"{where}: expert {lowest if lowest < NO_RECORD else highest}: expected one from 0 to "
+                f"{self.experts - 1}, as the model has {self.experts}: did another model sample them?"
             )
 
 
