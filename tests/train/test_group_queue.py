@@ -107,7 +107,7 @@ async def taken(queue):
 async def test_no_batch_starts_before_its_weights_are_published(max_ahead):
     batches = Batches()
     async with batches.queue(max_ahead) as queue:
-        for step in range(4):
+        for step in range(6):
             queue.start_up_to(step, until=7)
             await ticks()
             assert batches.drawn == min(step + max_ahead + 1, 7)
@@ -187,11 +187,13 @@ async def test_a_checkpoint_keeps_whole_batches_and_where_drawing_goes_on():
 
 async def test_a_failure_in_a_younger_batch_is_told_at_once_and_older_ones_are_kept():
     batches = Batches(1)
-    async with batches.queue() as queue:
+    async with batches.queue(2) as queue:
         queue.start_up_to(0, until=9)
         with pytest.raises(RuntimeError, match="the server is gone"):
             await queue.get_oldest()
-        batches.end(0)
+        await ticks()
+        assert batches.drawn == 3, "the draw after it doesn't wait for it"
+        batches.end(0, 2)
         await queue.wait_idle()
         assert await queue.get_oldest() == [0], "what is whole can still be trained"
         assert queue.pending() == Pending([[0]], 1)
@@ -239,6 +241,10 @@ async def test_every_way_out_ends_what_is_under_way_and_it_is_drawn_again():
         await ticks()
         batches.drawn, running = queue.discard()
         await leave(running)
+        queue.start_up_to(0, until=9)
+        before, running = queue.discard()
+        await leave(running)
+        assert before is None and not batches.running, "nothing was drawn yet"
         queue.start_up_to(0, until=9)
         await ticks()
         assert batches.drawn == 2 and batches.running == {0, 1}
