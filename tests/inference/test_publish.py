@@ -331,7 +331,7 @@ def test_idle_strangers_take_no_place_from_a_receiver(recwarn: pytest.WarningsRe
 def test_strangers_fill_no_log(recwarn: pytest.WarningsRecorder) -> None:
     with sending() as transfer:
         handle = transfer.send(weights_of(0))
-        for _ in range(3 * hub.MOST_REFUSALS):
+        for _ in range(3 * hub.MAX_REFUSALS):
             with socket.create_connection(("127.0.0.1", handle["port"]), timeout=10) as stranger:
                 stranger.sendall(struct.pack("!I", 2) + b"[]")
                 with suppress(ConnectionResetError):
@@ -340,7 +340,7 @@ def test_strangers_fill_no_log(recwarn: pytest.WarningsRecorder) -> None:
         assert arrived(handle) == described(weights_of(0))
         assert transfer._hub is not None and not transfer._hub._strangers
     shown = [str(warning.message) for warning in recwarn if "is not that of a receiver" in str(warning.message)]
-    assert len(shown) == hub.MOST_REFUSALS and shown[-1].endswith("; further ones are not shown")
+    assert len(shown) == hub.MAX_REFUSALS and shown[-1].endswith("; further ones are not shown")
 
 
 REFUSED = json.dumps({"refused": "it does not have the sender's key"}).encode()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turnwise.sandbox import templates
-from turnwise.sandbox.templates import MOST_TEMPLATE, TemplateError, TemplateLimitError, render_template
+from turnwise.sandbox.templates import MAX_TEMPLATE, TemplateError, TemplateLimitError, render_template
 
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
@@ -39,7 +39,7 @@ HOSTILE = {
     "slices": "{{ range(99999) | slice(1000000000) | list | length }}",
     "text of lorem ipsum": "{{ lipsum(n=100000000) }}",
     "a folded constant": "{{ 'ab' * 999999999 * 999 }}",
-    "a long template": "x" * (MOST_TEMPLATE + 1),
+    "a long template": "x" * (MAX_TEMPLATE + 1),
 }
 ERRORS = {
     "a macro without an end": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",

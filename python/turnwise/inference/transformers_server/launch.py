@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from turnwise.inference.transformers_server.routes import Routes
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 """Connections that are open at once: one for each request of a run under way. Those without the key give way."""
 
 
@@ -59,7 +59,7 @@ async def start(routes: Routes, host: str, port: int) -> web.AppRunner:
     app.on_shutdown.append(close)
     await runner.setup()
     assert runner.server is not None, "not set up"
-    routes.listener = Listener(sockets, runner.server, MOST_CONNECTIONS)
+    routes.listener = Listener(sockets, runner.server, MAX_CONNECTIONS)
     return runner
 
 

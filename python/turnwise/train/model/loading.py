@@ -35,7 +35,7 @@ TINY = "tiny"
 Tiny = Callable[[], tuple[Any, nn.Module]]
 """Builds the tokenizer and the tiny model; every call returns equal ones."""
 
-MOST_JSON, MOST_VOCABULARY = 64 << 20, 1 << 30
+MAX_JSON, MAX_VOCABULARY = 64 << 20, 1 << 30
 """Bytes of a configuration or template, and of a vocabulary."""
 
 
@@ -300,7 +300,7 @@ def peft_config(lora: LoraConfig) -> Any:
 def _check_sizes(folder: Path) -> None:
     """Raise ``ValueError`` for a file of a model's folder that is read whole and too large to be what it says."""
     for file in (*folder.glob("*.json"), *folder.glob("*.jinja")):
-        most = MOST_VOCABULARY if file.name in ("tokenizer.json", "vocab.json") else MOST_JSON
+        most = MAX_VOCABULARY if file.name in ("tokenizer.json", "vocab.json") else MAX_JSON
         if file.is_file() and file.stat().st_size > most:
             raise ValueError(f"{file.name} has {file.stat().st_size} bytes: expected at most {most}")
 
