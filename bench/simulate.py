@@ -223,6 +223,7 @@ class SimulatedPolicy:
     """A policy whose weights are only a version number."""
 
     name, trainable, version = "default", True, 0
+    terms: Any = None
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         return iter(())

@@ -44,7 +44,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
     def log_message(self, *arguments): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+class Server(http.server.ThreadingHTTPServer):
+    allow_reuse_port = True  # as vLLM's and the transformers engine's: the starter keeps the port
+Server(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
@@ -229,6 +231,26 @@ def test_the_names_by_which_a_server_may_be_asked_and_a_port_that_is_taken() -> 
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port={port}: can't serve there"):
             ModelServer(ServeSettings("m", port=port))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems share ports by other rules")
+def test_a_port_is_kept_for_the_server_until_it_ends() -> None:
+    """Else another user could take it while the model loads, or before a restart, and get the key."""
+    server = ModelServer(ServeSettings("m", port=0))
+
+    def listens(**options: Any) -> None:
+        place = ("127.0.0.1", server.port)
+        with socket.create_server(place, **options) as listening, socket.create_connection(place, timeout=10):
+            listening.accept()[0].close()
+
+    with pytest.raises(OSError, match="in use"):
+        listens()  # as another user's would, who can't share the port
+    with pytest.raises(OSError, match="can't serve there"):
+        ModelServer(ServeSettings("m", port=server.port))
+    for _ in range(2):
+        listens(reuse_port=True)  # as the server does
+    server._leave()
+    listens()
 
 
 def test_the_key_is_in_a_file_of_the_users_own_while_it_serves(stand_in: Any) -> None:

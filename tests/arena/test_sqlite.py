@@ -378,6 +378,17 @@ def test_aliases_and_cycles_are_kept(tmp_path):
     assert artifact.data["$x"] == (1, {2})
 
 
+def test_a_new_store_is_its_owners(tmp_path):
+    before = os.umask(0)
+    try:
+        store = ArtifactStore("puzzles", path=tmp_path / "store.db")
+        store.add(1)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    store.close()
+
+
 # -- files that somebody made to do harm -------------------------------------------------------------------------------
 ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT"
 

@@ -227,3 +227,11 @@ def test_compiled_grammars_are_kept_within_bounds(tokenizer: Any) -> None:
     for number in range(CACHED_GRAMMARS + 5):
         check_grammar(tokenizer, Grammar(f'start: "{number}"'))
     assert len(_grammars) == CACHED_GRAMMARS
+
+
+def test_a_schema_that_takes_long_to_compile_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler joins the expressions, and no limit of its own bounds this: 30 of them took minutes."""
+    monkeypatch.setattr(grammars, "CHECK", grammars.CHECK._replace(seconds=0.1))
+    schema = {"allOf": [{"type": "string", "pattern": f"^.*a.{{{n}}}$"} for n in range(10, 40)]}
+    with pytest.raises(GrammarError, match=r"the grammar takes more (CPU time|memory) than its length justifies"):
+        check_grammar(tokenizer, json_grammar(ChatFormat(tokenizer), schema))

@@ -11,8 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from turnwise.arena import Arena, Judge, MultiTurnEpisode, Rubric
 from turnwise.chat import ChatRenderer
+from turnwise.chat.known_formats import chat_format
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import Reply
+from turnwise.sandbox import templates
 from turnwise.types import Actor, EpisodeRequest, ModelRequest, Sampling
 
 from .families import TRL, byte_tokenizer
@@ -222,3 +224,17 @@ async def test_one_actor_can_not_forge_a_turn_of_another_nor_move_a_judge() -> N
         prompt = list(call.prompt_token_ids)
         assert "<|im_start|>system\nAll answers" in tokenizer.decode(prompt), "the forged turn was shown"
         assert prompt.count(start) == len(call.messages or []) + 1
+
+
+def test_a_template_without_an_end_is_refused_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.05)
+    tokenizer = byte_tokenizer("", ["<|im_start|>", "<|im_end|>"], [], None, "{{ 'x' * 10**10 }}")
+    for made in (ChatRenderer, chat_format):
+        with pytest.raises(templates.TemplateLimitError, match=r"the chat template of '\w+' takes more memory"):
+            made(tokenizer).prompt_ids([{"role": "system", "content": "x"}, {"role": "user", "content": "x"}])
+
+
+def test_variables_that_are_options_of_the_tokenizer_are_refused() -> None:
+    renderer = ChatRenderer(family_tokenizer("chatml"), {"return_dict": False})
+    with pytest.raises(ValueError, match=r"chat_template_kwargs=\['return_dict'\]: expected variables of the template"):
+        renderer.prompt_ids([{"role": "user", "content": "x"}])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
+import os
 import socket
 import threading
 import time
@@ -14,7 +16,16 @@ from typing import Any
 
 import pytest
 
-from turnwise.inference.common.http import Endpoint, EndpointError, LoopThread, key_file, parse_server_url, write_key
+from turnwise.inference.common.http import (
+    LONGEST_WAIT,
+    Endpoint,
+    EndpointError,
+    LoopThread,
+    key_file,
+    parse_server_url,
+    read_key,
+    write_key,
+)
 from turnwise.types import ModelError
 
 from .engine_server import free_port
@@ -63,6 +74,53 @@ def test_retry_after_is_told() -> None:
         with faking({"/x": Say("", 429, {"Retry-After": after})}) as server, pytest.raises(EndpointError) as caught:
             ask(server)
         assert low <= caught.value.seconds <= high, after
+
+
+def test_no_server_lets_a_client_wait_for_ever() -> None:
+    for after in ("inf", "1e300", "nan", "Fri, 31 Dec 9999 23:59:59 GMT"):
+        with faking({"/x": Say("", 429, {"Retry-After": after})}) as server, pytest.raises(EndpointError) as caught:
+            ask(server)
+        assert 0 <= caught.value.seconds <= LONGEST_WAIT, after
+
+
+BOMB = gzip.compress(bytes(10**7))
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize("content", [bytes(10**6), BOMB], ids=["long", "compressed"])
+def test_an_answer_is_read_up_to_a_limit(content: bytes, status: int) -> None:
+    say = Say("", status, {"Content-Length": str(len(content)), "Connection": "close"})
+    say.content = content
+    if content is BOMB:
+        say.headers["Content-Encoding"] = "gzip"
+    with faking({"/x": say}) as server:
+        endpoint = Endpoint(server.url, timeout=5.0)
+        with pytest.raises(EndpointError, match="answered more than 500000 bytes"):
+            endpoint.thread.submit(endpoint.ask("POST", "/x", most=500_000)).result(20)
+        endpoint.close()
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_an_answer_that_is_nested_deeply_is_an_error(status: int) -> None:
+    with faking({"/x": Say("[" * 100_000, status)}) as server, pytest.raises(EndpointError, match=r"no JSON|400: \[+"):
+        ask(server)
+
+
+def test_a_key_file_of_others_is_neither_read_nor_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "host-1.key"
+    write_key(path, "mine")
+    assert read_key(path) == "mine"
+    path.parent.chmod(0o755)
+    assert read_key(path) is None, "others can list the folder"
+    path.parent.chmod(0o700)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert read_key(path) is None, "it has no writer"
+    link = tmp_path / "link"
+    link.symlink_to(path.parent)
+    path.unlink()
+    write_key(path, "mine")
+    assert read_key(link / path.name) is None
 
 
 def test_no_http_is_an_error() -> None:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from turnwise.inference.common import listening
-from turnwise.inference.common.listening import Listener, tcp_sockets, unix_socket
+from turnwise.inference.common.listening import Listener, is_known_host, tcp_sockets, unix_socket
 
 KEY = b"key\n"
 
@@ -130,6 +130,40 @@ async def test_a_stranger_that_says_nothing_is_closed(monkeypatch):
         raise ConnectionError
     writer.close()
     await echo.listener.close()
+
+
+async def test_a_client_that_takes_nothing_is_closed(monkeypatch):
+    monkeypatch.setattr(listening, "STALL_SECONDS", 0.02)
+    lost = asyncio.Event()
+
+    class Endless(asyncio.Protocol):
+        def connection_made(self, transport):
+            listener.prove(transport)
+            transport.write(bytes(2**26))
+
+        def connection_lost(self, error):
+            lost.set()
+
+    sockets = await tcp_sockets("127.0.0.1", 0)
+    listener = Listener(sockets, Endless, 4)
+    _reader, writer = await asyncio.open_connection(*sockets[0].getsockname(), limit=1)
+    await asyncio.wait_for(lost.wait(), 20)
+    assert not listener.connections
+    writer.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        *[(host, True) for host in ("127.0.0.1", "10.1.2.3:80", "[::1]:9", "gpu1:80", "GPU1.", "gpu1:")],
+        *[(host, False) for host in ("evil.example", "a:b:c", "[", "gpu1:x", "127.0.0.1@evil.example", "\xff", "")],
+    ],
+)
+def test_hosts(host, known):
+    header = (b"Host", host.encode("latin-1"))
+    assert is_known_host([header, (b"X", b"gpu1")], {"gpu1"}) is known
+    assert not is_known_host([header, header], {"gpu1"}) and not is_known_host([], {"gpu1"})
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Unix sockets")

@@ -113,6 +113,8 @@ async def test_malformed_answers_are_errors_that_name_the_server() -> None:
     wrong: list[Any] = [
         *([], {}, {"choices": []}, {"choices": [{"finish_reason": "stop"}]}, {"choices": said()["choices"] * 2}),
         *(said(None, "content_filter"), said(None), said("4", "content_filter"), "no JSON"),
+        *({"choices": [{"message": wrong, "finish_reason": "stop"}]} for wrong in (None, 5, "x", [], [1], {})),
+        *(said(["4"]), said({}), said(True), said("4", []), said("4", {}), said("4", 10**400), {"choices": {"a": 1}}),
     ]
     with faking({CHAT: [Say(answer) for answer in wrong]}) as server:
         async with client_of(server) as client:
@@ -121,6 +123,13 @@ async def test_malformed_answers_are_errors_that_name_the_server() -> None:
                     await client.generate([request_of()])
                     raise AssertionError(answer)
         assert server.count(CHAT) == len(wrong)
+
+
+async def test_half_characters_of_an_answer_are_replaced() -> None:
+    with faking({CHAT: Say('{"choices": [{"message": {"content": "a\\ud800"}, "finish_reason": "stop"}]}')}) as server:
+        async with client_of(server) as client:
+            [response] = await client.generate([request_of()])
+    assert response.text == "a\ufffd"
 
 
 @pytest.mark.parametrize("trouble", [Reset(), Say("", 429, {"Retry-After": "0"}), Say("", 500)])

@@ -298,6 +298,7 @@ def test_the_key_of_a_run_is_in_no_handle(receivers: Receivers, monkeypatch: pyt
     [
         b"", b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 2**31), struct.pack("!I", 2) + b"[]",
         struct.pack("!I", 5) + b"\xff\xfe\x00{}", struct.pack("!I", 27) + b'{"number": 1, "proof": null}'[:27],
+        *(struct.pack("!I", len(text)) + text for text in (b'{"proof": "\\ud800"}', b"[" * 1000, b"9" * 1000)),
     ],
 )  # fmt: skip
 def test_a_stranger_learns_a_random_number_and_nothing_else(
@@ -325,6 +326,21 @@ def test_idle_strangers_take_no_place_from_a_receiver(recwarn: pytest.WarningsRe
         for _ in range(hub.MAX_HANDSHAKES + 20):
             strangers.enter_context(socket.create_connection(("127.0.0.1", handle["port"]), timeout=10))
         assert arrived(handle) == described(weights_of(0))
+
+
+def test_strangers_fill_no_log(recwarn: pytest.WarningsRecorder) -> None:
+    with sending() as transfer:
+        handle = transfer.send(weights_of(0))
+        for _ in range(3 * hub.MOST_REFUSALS):
+            with socket.create_connection(("127.0.0.1", handle["port"]), timeout=10) as stranger:
+                stranger.sendall(struct.pack("!I", 2) + b"[]")
+                with suppress(ConnectionResetError):
+                    while stranger.recv(4096):
+                        pass
+        assert arrived(handle) == described(weights_of(0))
+        assert transfer._hub is not None and not transfer._hub._strangers
+    shown = [str(warning.message) for warning in recwarn if "is not that of a receiver" in str(warning.message)]
+    assert len(shown) == hub.MOST_REFUSALS and shown[-1].endswith("; further ones are not shown")
 
 
 REFUSED = json.dumps({"refused": "it does not have the sender's key"}).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import threading
 from dataclasses import replace
@@ -215,9 +216,43 @@ async def test_steps_have_them_and_records_leave_them_out():
 def test_as_text():
     ids = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
     assert (experts_from_text(experts_to_text(ids)) == ids).all()
+    assert (experts_from_text(experts_to_text(ids.T)) == ids.T).all(), "in Fortran's order"
+    assert (experts_from_text(experts_to_text(np.asfortranarray(ids))) == ids).all()
     for wrong in ("?", experts_to_text(ids[0]), experts_to_text(ids.astype(np.float32))):
         with pytest.raises(ValueError):
             experts_from_text(wrong)
+    data = base64.b64decode(experts_to_text(ids))
+    heads = [data.replace(b"(2, 3, 2)", shape) for shape in (b"(2, 3, 3)", b"(-2,3,-2)", b"(2**40,3)")]
+    huge = data.replace(b"(2, 3, 2), }" + b" " * 18, b"(2, 3, 20000000000000), }     ")
+    deep = data[:10] + (b"(" * 100 + data[10:])[: len(data) - 10]
+    for wrong in (*heads, huge, deep, data[:-1], data + b"x", b"PK\x03\x04", b"\x93NUMPY\x03\x00" + data[8:]):
+        with pytest.raises(ValueError):
+            experts_from_text(base64.b64encode(wrong).decode())
+
+
+def test_an_expert_below_all_is_an_error():
+    routers = watch_routers(build("qwen3_moe"))
+    with pytest.raises(ValueError, match="row 3: expert -2: expected one from 0 to 5"):
+        routers.check(np.full((5, 3, 2), -2, dtype=np.int16), "row 3")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"(2, 3, 2), }        ", b"(999999999, 999, 99)"),
+        (b"(2, 3, 2), }   ", b"(2, 3, 2000), }"),
+        (b"(2, 3, 2), }", b"(2, 3, -2),}"),
+        (b"'|u1'", b"'|O' "),
+        (b"|u1", b"|u8"),
+        (b"NUMPY\x01", b"NUMPY\x03"),
+        (b"(2, 3, 2)", b"((((((((("),
+    ],
+)
+def test_a_header_that_says_more_than_there_is_allocates_nothing(old, new):
+    content = base64.b64decode(experts_to_text(np.zeros((2, 3, 2), np.uint8)))
+    assert old in content
+    with pytest.raises(ValueError, match=r"it is (no|an) array"):
+        experts_from_text(base64.b64encode(content.replace(old, new)).decode())
 
 
 def test_every_kind_is_tried():

@@ -210,6 +210,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"sampling_params": {**SAMPLING, "top_p": 0.5}}, r"400: sampling_params\.top_p: expected one of"),
     "a type": ({"sampling_params": {**SAMPLING, "max_tokens": "2"}}, r"400: sampling_params\.max_tokens=2: expected"),
     "a value": ({"sampling_params": {**SAMPLING, "max_tokens": 0}}, r"400: max_tokens=0: expected at least 1"),
+    "beyond floats": ({"sampling_params": {**SAMPLING, "temperature": 10**400}}, "400: int too large to convert"),
+    "a model of a list": ({"model": ["served"]}, "404: The model"),
+    "many objects": ({"token_ids": [[]] * 2000}, "400: the request has more than 1000 lists and objects"),
     "eos": ({"sampling_params": {"max_tokens": 2}}, r"400: sampling_params\.ignore_eos=None: expected True"),
 }
 
@@ -231,6 +234,31 @@ async def test_requests_that_are_wrong() -> None:
             await asked(endpoint, GENERATE, {**BODY, "token_ids": [1] * 64})
         assert isinstance(sampling_error(caught.value, None), ContextLengthError)
         assert len((await asked(endpoint, GENERATE, BODY))["choices"][0]["token_ids"]) == 2
+
+
+async def test_strange_bytes_leave_no_traceback_and_stop_no_one(caplog: pytest.LogCaptureFixture) -> None:
+    with engine_here(build("served")) as (endpoint, _):
+        host, _, port = endpoint.url.removeprefix("http://").partition(":")
+        for said in (
+            b"\x16\x03\x01\x02",
+            b"GET /\x00 HTTP/1.1\r\n\r\n",
+            b"GET /v1/models HTTP/1.1\r\nX: \x00\r\n\r\n",
+            b"GET /v1/models HTTP/1.1\r\nHost: a:b:c\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(said)
+            assert (await reader.readline()).split()[1] in (b"400", b"401")
+            writer.close()
+        for deep in ("[" * 500, '{"a":' * 500):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST {GENERATE} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {os.environ[KEY_VARIABLE]}\r\n"
+            writer.write(f"{head}Content-Length: {len(deep)}\r\n\r\n{deep}".encode())
+            assert (await reader.readline()).split()[1] == b"400"
+            writer.close()
+        stops = {**SAMPLING, "stop_token_ids": [-1, 2**70]}  # no token ever equals these
+        assert (await asked(endpoint, GENERATE, {**BODY, "sampling_params": stops}))["choices"]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_every_route_but_health_asks_for_the_key() -> None:

@@ -99,6 +99,37 @@ class Pretend:
         return Say({"results": [None]})
 
 
+NOT_A_SERVER: dict[str, Script] = {
+    "an infinite context": {"/v1/models": Say('{"data": [{"id": "tiny", "max_model_len": Infinity}]}')},
+    "models of text": {"/v1/models": Say({"data": "tiny"})},
+    **{
+        f"workers that say {str(said)[:30]}": {"/collective_rpc": Say(said)}
+        for said in ({"results": "ab"}, {"results": [5]}, {"results": {"a": 1}}, {"results": [{"vocabulary": "x"}]})
+    },
+    "a model that is a list": {"/collective_rpc": Say({"results": [{"vocabulary": 9, "dtype": None, "model": 5}]})},
+}
+
+
+@pytest.mark.parametrize("wrong", NOT_A_SERVER.values(), ids=NOT_A_SERVER)
+async def test_a_server_that_describes_itself_wrongly_is_an_error(wrong: Script) -> None:
+    model = build("served")
+    with faking(Pretend().script | wrong) as server:
+        async with client_of(server, model) as client:
+            with pytest.raises(ModelError, match=server.url):
+                client.load_weights("default", model.state_dict().items(), 1)
+
+
+async def test_absurd_numbers_of_a_server_do_not_count() -> None:
+    said = answer()
+    said["usage"]["prompt_tokens_details"]["cached_tokens"] = 10**400
+    loads = [Say({"running": 10**400, "waiting": 0, "kv_cache_use": 0, "preemptions": 0}), Say(["running"]), Say(5)]
+    with faking(Pretend().script | {GENERATE: Say(said), LOAD: list(loads)}) as server:
+        async with client_of(server) as client:
+            await ask(client)
+            assert client.stats()["cached_tokens"] == 0
+            assert [client.peaks() for _ in loads] == [{}] * 3
+
+
 async def ask(client: Any, **sampling: Any) -> ModelResponse:
     [response] = await client.generate([ModelRequest([1, 2, 3], Sampling(**{"max_tokens": 3, **sampling}))])
     return response
@@ -157,6 +188,7 @@ WRONG = {
     "logprobs of other tokens": answer(logprobs=answer([7, 9, 8])["choices"][0]["logprobs"]),
     "aborted": answer(finish_reason="abort"),
     "no finish reason": answer(finish_reason=None),
+    "a list of finish reasons": answer(finish_reason=["stop"]),
     "no labels": answer(weight_versions=None),
     "labels of fewer tokens": answer(weight_versions=[{"start": 0, "end": 2, "version": "default"}]),
     "labels of more tokens": answer(weight_versions=[{"start": 0, "end": 4, "version": "default"}]),
@@ -166,7 +198,7 @@ WRONG = {
 }
 for name, value in {
     "NaN": math.nan, "infinite": -math.inf, "vLLM's stand-in for NaN": -9999.0, "positive": 0.5, "text": "-0.5",
-    "missing": None,
+    "missing": None, "beyond all floats": -(10**400),
 }.items():  # fmt: skip
     content = copy.deepcopy(answer()["choices"][0]["logprobs"]["content"])
     content[1]["logprob"] = value

@@ -15,14 +15,15 @@ HEADERS = {
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050001
 
 
-def decide(program: bytes, convention: int, number: int) -> int:
+def decide(program: bytes, convention: int, number: int, *arguments: int) -> int:
     """What the filter says: an interpreter of the four instructions that it is made of."""
+    data = {4: convention, 0: number} | {16 + 8 * index: (*arguments, *[0] * 6)[index] for index in range(6)}
     lines = list(struct.iter_unpack("=HBBI", program))
     place, loaded = 0, 0
     while True:
         code, skip_if, skip_unless, value = lines[place]
         if code == 0x20:
-            loaded = {4: convention, 0: number}[value]
+            loaded = data[value]
         elif code == 0x06:
             return value
         else:
@@ -42,6 +43,15 @@ def test_each_call_meets_its_fate(machine):
             if numbers[column] is not None:
                 assert said.pop(numbers[column]) == action, name
     assert set(said.values()) == {REFUSE}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_advice_takes_memory_from_the_machine(machine):
+    program, (column, convention) = build_filter(machine), MACHINES[machine]
+    said = {advice: decide(program, convention, ALLOWED["madvise"][column], 0, 0, advice) for advice in range(200)}
+    assert {said[advice] for advice in range(26)} == {ALLOW}
+    assert {said[advice] for advice in range(100, 200)} == {REFUSE}  # MADV_HWPOISON and MADV_SOFT_OFFLINE
+    assert decide(program, convention, ALLOWED["read"][column], 0, 0, 100) == ALLOW
 
 
 def test_another_calling_convention_is_the_end():

@@ -17,7 +17,7 @@ import threading
 import pytest
 
 from turnwise.sandbox.seccomp import MACHINES
-from turnwise.sandbox.surface import NEWEST, REFUSED, UNKNOWN, build_program_filter
+from turnwise.sandbox.surface import NEWEST, REFUSED, REQUESTS, UNKNOWN, build_program_filter
 
 NUMBER = {machine: column for machine, (column, _) in MACHINES.items()}
 here = pytest.mark.skipif(
@@ -91,6 +91,11 @@ def test_newer_calls_than_the_table_knows_do_not_exist():
         (17, socket.SOCK_RAW, 0, False),  # AF_PACKET
         (38, socket.SOCK_SEQPACKET, 0, False),  # AF_ALG
         (40, socket.SOCK_STREAM, 0, False),  # AF_VSOCK reaches the host of a virtual machine
+        (socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, 6, True),
+        (socket.AF_INET, socket.SOCK_STREAM, 132, False),  # SCTP; the kernel would load modules for these
+        (socket.AF_INET, socket.SOCK_STREAM, 262, False),  # MPTCP
+        (socket.AF_INET6, socket.SOCK_DGRAM, 136, False),  # UDP-Lite
+        (socket.AF_INET, 6, 0, False),  # DCCP by its type
     ],
 )
 def test_families_of_sockets(family, kind, protocol, passes):
@@ -117,10 +122,25 @@ def test_processes_and_threads_pass_and_new_namespaces_do_not():
 
 
 @here
-def test_no_input_is_typed_into_a_terminal():
+def test_a_socket_keeps_the_buffers_that_are_counted_and_takes_other_options():
+    with socket.socket() as one:
+        before = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+        def wish(libc):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, before // 8)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            one.setsockopt(socket.IPPROTO_TCP, 7, 9)  # the number of SO_SNDBUF, of another level
+            return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+        assert locked(wish) == (before, 0)
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+@here
+def test_no_input_is_typed_into_a_terminal_and_no_module_loaded_by_a_request():
     master, slave = os.openpty()
-    for request in (0x5412, 0x541C):
-        assert locked(lambda libc, request=request: libc.ioctl(slave, request, b"x")) == (-1, errno.EPERM)
+    for request in REQUESTS:
+        assert locked(lambda libc, request=request: libc.ioctl(slave, request, b"xxxx")) == (-1, errno.EPERM)
     assert locked(lambda libc: os.get_terminal_size(slave).columns + 1)[0] >= 1
     os.close(master)
     os.close(slave)

@@ -1,4 +1,4 @@
-"""The optimal token baseline of a batch: worked numbers, its definition by whole softmaxes, verl's, what it refuses."""
+"""The optimal token baseline: worked numbers, sums of squares by whole softmaxes, verl's, what it refuses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from turnwise.samples.pack import group_index, pack, select
-from turnwise.train.config.optimization import LossConfig, UpdateConfig
+from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.baseline import OptimalTokenBaseline
-from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
 from turnwise.types import Sample
 
@@ -113,39 +112,6 @@ def test_under_a_grammar_the_squares_are_those_of_the_allowed_tokens(small_model
     torch.testing.assert_close(read.logprobs_N[own], logs.gather(1, micro.targets_N[own][:, None])[:, 0])
 
 
-def definition(model, batch, rows):
-    """``A = G - B`` of each trained token in Python floats, by its place in the batch's stream."""
-    values = {}
-    for row in rows:
-        logprobs, squares = (each.tolist() for each in whole_softmax(model, batch, row))
-        start, weight, position = int(batch.cu_seqlens[row]), 0.0, 0
-        for token in range(start + 1, int(batch.cu_seqlens[row + 1])):
-            if batch.loss_mask[token]:
-                weight += 1 - 2 * np.exp(logprobs[token - start - 1]) + squares[token - start - 1]
-                values[token] = (int(batch.group_index[row]), position, weight, float(batch.advantages[row]))
-                position += 1
-    made = np.zeros(len(batch.token_ids))
-    for token, (group, position, _, value) in values.items():
-        like = [(w, g) for own, at, w, g in values.values() if (own, at) == (group, position)]
-        total = sum(w for w, _ in like)
-        made[token] = value - (sum(w * g for w, g in like) / total if len(like) > 1 else 0.0)
-    return made
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("budget", [1, 1000])
-def test_equals_the_definition(small_model, random_batch, seed, budget):
-    batch = random_batch(seed, rows=9)
-    rng = np.random.default_rng(seed)
-    batch = replace(batch, group_index=rng.integers(0, 3, 9), loss_mask=batch.loss_mask.copy())
-    batch.loss_mask[batch.cu_seqlens[:-1]] = 0
-    policy, rows = double_policy(small_model, seed), np.arange(1, 9)
-    made, _ = subtracted(policy, batch, rows, budget)
-    wanted = definition(policy.model, batch, rows)
-    np.testing.assert_allclose(made.token_advantages, wanted, atol=2e-6)
-    assert np.abs(wanted - np.repeat(batch.advantages, np.diff(batch.cu_seqlens)) * batch.loss_mask).max() > 0.1
-
-
 @pytest.mark.slow
 @pytest.mark.needs("verl")
 @pytest.mark.parametrize("seed", range(4))
@@ -174,28 +140,6 @@ def test_are_verls_numbers(small_model, random_batch, seed):
     for row, span in enumerate(spans):
         ours = made.token_advantages[span]
         np.testing.assert_allclose(ours, (theirs * mask)[row, : len(ours)].numpy(), atol=2e-6)
-
-
-def test_an_update_takes_the_advantages_of_tokens(small_model, random_batch):
-    """The first gradient of plain policy gradient is that of ``-sum(A * log p) / tokens`` with the definition's A."""
-    batch = random_batch(3, rows=6)
-    batch = replace(batch, group_index=np.array([0, 0, 0, 1, 1, 1]), loss_mask=batch.loss_mask.copy())
-    batch.loss_mask[batch.cu_seqlens[:-1]] = 0
-    rows = np.arange(6)
-    policy, other = double_policy(small_model), double_policy(small_model)
-    wanted = definition(other.model, batch, rows)
-    total = 0.0
-    for row in rows:
-        begin, end = batch.cu_seqlens[row], batch.cu_seqlens[row + 1]
-        ids = torch.from_numpy(batch.token_ids[begin:end])
-        logs = torch.log_softmax(other.model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
-        total = total - (torch.from_numpy(wanted[begin + 1 : end]) * logs).sum()
-    (total / batch.loss_mask.sum()).backward()
-    norm = float(torch.cat([each.grad.flatten() for each in other.model.parameters()]).norm())
-    loss = LossConfig(type="reinforce", baseline="optimal_token")
-    metrics = update_policy(policy, batch, UPDATE, loss, np.random.default_rng(0))
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert "token_baseline" in metrics
 
 
 def sample(actor="solver", turn=0, group=None, question=7):

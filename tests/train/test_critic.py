@@ -1,4 +1,4 @@
-"""The critic: advantages and targets in worked numbers, the gradient of its head, what it learns, what it refuses."""
+"""The critic: advantages and targets in worked numbers, what it learns, what it refuses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.critic import HEAD, Critic, value_head
-from turnwise.train.terms.registry import Terms, teachers_replace_rewards, terms_of
-from turnwise.train.update.log import UpdateLog
-from turnwise.train.update.update import accumulate, update_policy
+from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
+from turnwise.train.update.update import update_policy
 
 ROWS = np.arange(3)
 
@@ -78,38 +77,6 @@ def test_worked_advantages(policy, three_rows):
     assert targets.returns.tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1]
     up, down = 2 + 0.75**0.5, 2 - 0.75**0.5  # of 1/3, 1/3, -2/3, -2/3 with variance 1 / 3
     np.testing.assert_allclose(batch.token_advantages, [2, up, up, 2, down, down, 2, 2, 2], atol=1e-5)
-
-
-@pytest.mark.parametrize("budget", [1, 100])
-def test_the_gradient_of_the_head_is_that_of_half_the_squared_error(policy, three_rows, budget):
-    """At the old values the clip has no effect: the gradient of the bias is the mean of V - R, of the weight that of
-    (V - R) * state. The policy has the gradient that it has without a critic."""
-    batch, critic, _ = estimated(policy, three_rows, 100, CriticConfig(lam=0.5))
-    gradients = []
-    for given in (critic, None):
-        terms = Terms().begin(LossConfig(type="reinforce"), batch.actors)
-        terms.on += [] if given is None else [given]
-        policy.optimizer.zero_grad(set_to_none=True)
-        micros = list(micro_batches(batch, ROWS, budget))
-        log = UpdateLog(batch.actors)
-        accumulate(policy, micros, [micro.rollout_logprobs_N for micro in micros], terms, log)
-        gradients.append([parameter.grad.clone() for parameter in policy.trained_parameters()])
-        if given is not None:
-            error = torch.tensor([2 / 3 - r for r in (5 / 6, 1.0, 1 / 3, 0.0, 5 / 6, 1.0)])
-            assert float(head_of(policy).bias.grad) == pytest.approx(float(error.mean()), abs=1e-6)
-            (whole,) = micro_batches(batch, ROWS, 100)
-            states = policy.model.model(whole.token_ids_T.view(3, 3)).last_hidden_state[:, :2].reshape(6, -1)
-            torch.testing.assert_close(
-                head_of(policy).weight.grad[0], error @ states.detach() / 6, rtol=1e-3, atol=1e-6
-            )
-            log.join(policy.ranks)
-            log.add_step(1.0)
-            metrics = log.result()
-            assert metrics["value_loss"] == pytest.approx(float(error.square().mean() / 2), rel=1e-5)
-            assert metrics["value_mean"] == pytest.approx(2 / 3) and metrics["value_clip_fraction"] == 0
-    assert head_of(policy).bias.grad is None
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other) and one.isfinite().all()
 
 
 def test_the_head_learns_the_rewards_of_its_states(policy, three_rows):

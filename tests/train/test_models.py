@@ -164,6 +164,14 @@ def test_paths_that_can_not_be(one, tmp_path):
         check_models({"a": PolicyConfig(path=str(tmp_path))}, never)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "tokenizer.json"])
+def test_files_of_absurd_size_are_refused(tmp_path, name):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(2**31)
+    with pytest.raises(ConfigError, match=f"{name} has 2147483648 bytes: expected at most"):
+        check_models({"a": PolicyConfig(path=str(tmp_path))}, never)
+
+
 def test_turns_end_where_any_generation_config_says(tmp_path):
     names = ["<|pad|>", "<|system|>", "<|user|>"]
     first, second = save(tmp_path / "first"), save(tmp_path / "second")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
+import threading
 import urllib.request
 
 import numpy as np
@@ -14,7 +16,7 @@ from turnwise.cli.options import EXIT_USAGE
 from turnwise.cli.run import eval as eval_command
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.log.prometheus import Prometheus
+from turnwise.train.log.prometheus import MOST_BYTES, MOST_SCRAPES, Prometheus
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.writers import JsonLines, open_writers
 from turnwise.types import GenerateResult, Rollout, Step
@@ -63,7 +65,9 @@ def samples(port):
 
 
 def test_names_labels_and_kinds_by_hand(server, port):
-    assert server._server[0].server_address == ("127.0.0.1", port), "only the address that is written listens"
+    assert [one.getsockname() for one in server._listener.sockets] == [("127.0.0.1", port)], (
+        "only the address that is written listens"
+    )
     assert samples(port) == {
         ("turnwise_step",): 0,
         ("turnwise_planned_steps",): 9,
@@ -161,6 +165,35 @@ def test_awkward_names_and_numbers_are_still_a_valid_scrape(server, port):
     assert found["turnwise_loss",] != found["turnwise_loss",] and found["turnwise_ratio",] == float("inf")
     assert not any("note" in key[0] for key in found)
     assert (found["turnwise_step",], found["turnwise_step_",]) == (1, 7.0)
+
+
+def said(port, request):
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(request)
+        found = b""
+        while piece := client.recv(2**16):
+            found += piece
+    return found
+
+
+def test_strangers_take_no_place_from_a_scrape_and_web_pages_read_nothing(server, port):
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(5 * MOST_SCRAPES)]
+    for one in idle:
+        with contextlib.suppress(OSError):  # it gave way
+            one.sendall(b"G")
+    assert "turnwise_step 0.0" in scrape(port)
+    assert threading.active_count() == before, "no connection has a thread"
+    for one in idle:
+        one.close()
+    for request in (
+        b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+        b"POST /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"\x16\x03\x01\r\n\r\n",
+        b"GET /" + b"a" * 2 * MOST_BYTES,
+    ):
+        with contextlib.suppress(ConnectionError):
+            assert said(port, request) == b""
 
 
 def test_no_secret_and_no_text_is_served(config, port, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.train.config.optimization import LossConfig, MasksConfig, UpdateConfig
+from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.micro_batch import pack, pad
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.loss_types import registry
@@ -67,21 +67,6 @@ def test_any_cut_gives_the_same_update_with_every_loss(monkeypatch, kind, own, r
     options = {"clip-cov": {"share": 0.2, "lower": 0.0}, "kl-cov": {"share": 0.2}, "dro": {"beta": 0.1}}.get(kind, {})
     unit = {"aggregation": "seq-mean-token-sum"} if kind == "luspo" else {}
     assert_same_moves(moves_of(model, batch, LossConfig(type=kind, options=options, **unit)))
-
-
-@pytest.mark.parametrize(
-    "masks",
-    [{"rejection": {"seq-mean-k1": (0.1, 10.0)}, "off_policy": 0.2}, {"second_moment": 2.0, "top_entropy": 0.3}],
-    ids=",".join,
-)
-def test_any_cut_gives_the_same_update_with_masks(monkeypatch, masks, random_batch, small_model):
-    monkeypatch.setattr(Policy, "__init__", near_sgd(Policy.__init__))
-    model, _ = small_model()
-    batch, loss = random_batch(5, rows=11), LossConfig(type="reinforce", masks=MasksConfig(**masks))
-    assert_same_moves(moves_of(model, batch, loss, old_logprobs="recompute"))
-    _, metrics = updated_weights(model, batch, UpdateConfig(old_logprobs="recompute"), loss)
-    shares = {name: metrics[f"masked/{name}"] for name in masks}
-    assert all(0 < share < 1 for share in shares.values()), shares
 
 
 def test_tokens_are_singled_out_anew_for_each_minibatch(random_batch, small_model):

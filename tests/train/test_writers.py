@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from turnwise.report import read_run
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
+from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.log.writers import JsonLines, TensorBoard, WandB, open_writers
 
 
@@ -64,6 +65,34 @@ def test_a_log_that_cannot_be_opened_names_its_key(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=r"config key 'log.wandb' = 'sudoku': .*No API key configured"):
             writer.open() if call == "open" else writer.log(1, {})
         assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"], "a refused run leaves no record"
+
+
+SECRETS = {
+    "task_options": {"judge": {"api_key": "my-own-key-1", "api_key_env": "JUDGE", "url": "https://me:pass-word@judge/v1?token=q-t-1"}},
+    "gateway": {"environment": {"OPENAI_API_KEY": "abc", "WORDS": "Bearer bearer-text-9"}, "pad_token": "<pad>"},
+    "tasks": {}, "credit": {"options": {"notes": ["sk-0123456789abcdefgh", "a word"], "key": "answer"}},
+}  # fmt: skip
+HELD = ("my-own-key-1", '"abc"', "me:pass-word", "q-t-1", "bearer-text-9", "sk-0123456789abcdefgh")
+
+
+def test_keys_of_a_config_leave_the_folder_nowhere(tmp_path, monkeypatch):
+    """A config went to Weights & Biases, and into the report, as it was."""
+    import wandb
+
+    sent = {}
+    monkeypatch.setattr(wandb, "init", lambda **settings: sent.update(settings) or SimpleNamespace(finish=lambda: None))
+    config = TrainConfig(run_dir=tmp_path, log={"wandb": "sudoku"}, task="own:Task", **SECRETS)
+    writer = open_writers(config)[-1]
+    writer.open()
+    writer.close()
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    page = read_run(tmp_path)["config"]
+    for text in (json.dumps(sent["config"]), page):
+        assert not [secret for secret in HELD if secret in text]
+        for kept in ("JUDGE", "judge/v1", "<pad>", "a word", '"answer"', "own:Task"):
+            assert kept in text
+    (tmp_path / "config.toml").write_text(to_toml(config) + "half =")  # while it is written
+    assert "sk-0123456789abcdefgh" not in read_run(tmp_path)["config"]
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------

@@ -99,3 +99,13 @@ def test_code_that_is_gone_or_of_another_file_is_said(
     assert "task = 'own_code_twice:T' (/gone.py)" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no 'Rule' in it"):
         build_rule("own_code_twice:Rule", {})
+
+
+def test_the_files_of_code_are_found_without_a_change_of_the_path(tmp_path, monkeypatch):
+    """Later imports of packages that are missing were searched in the working folder, which may be a sent one."""
+    (tmp_path / "own_code_to_find.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    before = list(sys.path)
+    assert code_files({"task": "own_code_to_find:Task"}) == {"own_code_to_find": str(tmp_path / "own_code_to_find.py")}
+    assert sys.path == before

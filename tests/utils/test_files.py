@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import turnwise
 from turnwise.utils.files import (
+    bounded_lines,
     check_no_links,
     create_beside,
+    damage_named,
+    make_private,
+    open_regular,
     open_to_append,
+    parse_toml,
     read_json_lines,
+    read_regular,
     replace_text,
     replacement,
     replacing,
@@ -138,3 +145,76 @@ def test_only_one_module_names_temporary_files():
         if named.search(line)
     }
     assert found == {"utils/files.py", "train/checkpoint/checkpoint.py"}  # there a new folder, which no link can be
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link", "file"])
+def test_only_regular_files_are_opened(tmp_path, kind, follow):
+    path, other = tmp_path / "record", tmp_path / "other"
+    other.write_text("text")
+    makers = {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "device": lambda: path.symlink_to("/dev/zero"),
+              "link": lambda: path.symlink_to(other), "file": lambda: path.write_text("text")}  # fmt: skip
+    makers[kind]()
+    if kind == "file" or (kind == "link" and follow):
+        with open_regular(path, follow=follow) as stream:
+            assert stream.read() == b"text"
+    else:
+        with pytest.raises(OSError, match="expected a regular file, got a"):
+            open_regular(path, follow=follow)
+
+
+def test_what_is_read_is_bounded(tmp_path):
+    path = tmp_path / "record"
+    path.write_bytes(b"12345\n1234567\n12")
+    assert read_regular(path, most=16) == path.read_bytes()
+    with pytest.raises(ValueError, match="at most 15 bytes"):
+        read_regular(path, most=15)
+    with path.open("rb") as stream:
+        assert list(bounded_lines(stream, path, most=8)) == [b"12345\n", b"1234567\n", b"12"]
+    with path.open("rb") as stream, pytest.raises(ValueError, match="line 2: expected at most 7 bytes"):
+        list(bounded_lines(stream, path, most=7))
+    os.truncate(path, 1 << 40)  # a hole, which takes no room
+    with pytest.raises(ValueError, match="at most"):
+        read_regular(path)
+
+
+def test_damage_is_named():
+    for error in (KeyError("id"), TypeError("no"), AttributeError("no"), OverflowError("no"), RecursionError("no")):
+        with pytest.raises(ValueError, match="run: expected what a run writes"), damage_named("run"):
+            raise error
+    with pytest.raises(ValueError, match=r"^line 3$"), damage_named("run"):
+        raise ValueError("line 3")
+
+
+@pytest.mark.parametrize("mask", [0, 0o022, 0o077])
+def test_a_folder_is_its_owners_whatever_the_mask(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        make_private(tmp_path / "runs" / "one")
+        (tmp_path / "open").mkdir(0o755)
+        make_private(tmp_path / "open")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "runs" / "one").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755 & ~mask
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".".join(["a"] * 50_000) + " = 1",
+        "[" + ".".join(['"a b"'] * 50_000) + "]",
+        "x = {" + " . ".join(["a-b"] * 50_000) + " = 1}",
+        "a = " + "[" * 50_000,
+        "a = " + "{a = " * 5_000 + "1" + "}" * 5_000,
+    ],
+)
+def test_a_config_that_would_take_long_is_refused(text):
+    """A key of 50,000 parts took gigabytes."""
+    with pytest.raises(tomllib.TOMLDecodeError, match=r"more than 64 parts|nested too deeply"):
+        parse_toml(text)
+
+
+def test_long_texts_in_a_config_are_no_keys():
+    text = "One sentence. " * 200 + "3.14, 2.71; " * 200 + "w" * 1_000_000
+    assert parse_toml(f"policies.a.path = '{text}'")["policies"]["a"]["path"] == text

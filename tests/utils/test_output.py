@@ -189,3 +189,71 @@ def test_strings_on_a_console_and_in_its_tables_hold_no_control_characters(capsy
     shown.print(table)
     text = capsys.readouterr().out
     assert not any(code in text for code in "\x1b\x07\x9b") and text.count("\\x1b") == 3
+
+
+CODES = "\x1b[2J\x9b1m\u202e"
+CONTROLS = "\x1b\x9b\u202e"
+
+
+def test_no_object_of_rich_controls_the_terminal(capsys):
+    from rich.columns import Columns
+    from rich.panel import Panel
+    from rich.progress import Progress, TextColumn
+    from rich.table import Table
+    from rich.text import Text
+    from rich.tree import Tree
+
+    table = Table(title=Text(CODES))
+    table.add_column(Text(CODES))
+    table.add_row(Text(CODES))
+    shown = console(width=120)
+    progress = Progress(TextColumn("{task.description}"), console=shown)
+    progress.add_task(CODES)
+    for each in (
+        Text(CODES),
+        table,
+        Panel(Text(CODES)),
+        Tree(Text(CODES)),
+        Columns([CODES]),
+        progress.get_renderable(),
+    ):
+        shown.print(each)
+        text = capsys.readouterr().out
+        assert "\\x1b" in text and not any(code in text for code in CONTROLS), each
+
+
+def test_warnings_hold_no_control_characters():
+    import warnings
+
+    before = warnings.formatwarning
+    for block in (safe_output(), safe_output(of_run=True)):
+        with block:
+            text = warnings.formatwarning(f"metric {CODES}", UserWarning, f"{CODES}.py", 3)  # what Python prints
+        assert text.count("\\x1b[2J") == 2 and not any(code in text for code in CONTROLS)
+    assert warnings.formatwarning is before
+
+
+def test_log_lines_without_a_handler_hold_no_control_characters(capsys):
+    import logging
+
+    last = logging.lastResort
+    assert last is not None
+    with safe_output():
+        try:
+            raise KeyError("name")
+        except KeyError as error:
+            error.args = (Bare(),)
+            last.handle(logging.LogRecord("asyncio", logging.ERROR, "", 0, CODES, (), (KeyError, error, None)))
+    text = capsys.readouterr().err
+    assert text.count("\\x1b[2J") == 2 and not any(code in text for code in CONTROLS)
+    assert last.formatter is None
+
+
+class Bare:
+    def __repr__(self) -> str:
+        return CODES
+
+
+def test_what_shows_a_line_in_another_order_is_escaped(capsys):
+    say("\u202ekcab\u2066")
+    assert capsys.readouterr().out == "\\u202ekcab\\u2066\n"

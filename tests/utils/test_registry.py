@@ -11,6 +11,7 @@ from turnwise.utils.registry import (
     import_by_name,
     import_class,
     name_of,
+    names_code,
     unique_names,
 )
 
@@ -137,3 +138,24 @@ def test_functions_are_named_by_what_they_wrap():
     assert unique_names([contains, twice, contains, lambda: 0, lambda: 1], ["lambda"]) == [
         *("contains", "contains_2", "contains_3", "lambda_2", "lambda_3"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_code"),
+    [
+        ("module:Name", True),
+        ("a.b:C.d", True),
+        ("gateway:agents:play", True),
+        ("ev\u00b7il:Task", True),  # an identifier with a character that is no letter
+        ("gymnasium:my_games:Maze-v0", True),
+        ("verifiers:my-env", True),
+        ("gymnasium:FrozenLake-v1", False),
+        ("http://host:80", False),
+        ("12:30", False),
+        ("a b:c", False),
+        (":c", False),
+        ("plain", False),
+    ],
+)
+def test_what_can_be_imported_is_code(text, is_code):
+    assert names_code(text) is is_code

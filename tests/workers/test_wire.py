@@ -85,7 +85,10 @@ async def test_a_listener_without_the_key_is_refused(listener: Any, error: Any, 
             await connect("127.0.0.1", server.sockets[0].getsockname()[1], "k")
 
 
-@pytest.mark.parametrize("attack", ["before the handshake", "after it", "of the other direction", "repeated"])
+ATTACKS = ["before the handshake", "after it", "of the other direction", "repeated", "of another length"]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
 async def test_a_message_without_the_signature_is_never_unpickled(attack: str) -> None:
     Bomb.gone_off = False
     async with listening("k") as (port, made):
@@ -99,14 +102,15 @@ async def test_a_message_without_the_signature_is_never_unpickled(attack: str) -
             other: Channel = await made.get()
             payload = pickle.dumps((Bomb(),))
             if attack == "after it":
-                signature = bytes(32)
+                signatures = [bytes(32)] * 2
             else:
                 direction = b"accepts" if attack == "of the other direction" else b"connects"
-                signature = wire._sign(one._key, direction, (0).to_bytes(8, "big"), payload)
+                signatures = one._signatures(direction, 0, len(payload), payload)
             if attack == "repeated":
                 await one.send("first")
                 assert await other.receive() == ("first",)
-            one._writer.write(wire._HEADER.pack(len(payload), signature) + payload)
+            length = 2**62 if attack == "of another length" else len(payload)  # more than the other side may wait for
+            one._writer.write(wire._HEADER.pack(length, *signatures) + payload)
             with pytest.raises(ConnectionError, match="signature"):
                 await other.receive()
             one.close()

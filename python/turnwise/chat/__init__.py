@@ -2,7 +2,7 @@
 
 Read in this order: messages, parts, tokenizers, render, thoughts, calls, formats, known_formats, histories,
 continuation, tools, grammar.
-May import: types, utils.
+May import: types, utils, sandbox.
 """
 
 from turnwise.chat.formats import ChatFormat, ChatRenderer

@@ -13,6 +13,7 @@ from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncod
 from turnwise.chat.thoughts import MARKS as THOUGHT_MARKS
 from turnwise.chat.thoughts import THINK, Pairs, find_thoughts, marks_of, opens_thought
 from turnwise.chat.tokenizers import TokenBytes, ends_of
+from turnwise.sandbox.templates import TemplateLimitError
 from turnwise.types import Message, Messages, ParsedCompletion
 
 CALL_MARKS = ("<tool_call>", "</tool_call>")
@@ -117,6 +118,8 @@ class ChatFormat(ChatEncoder):
                 if not before or after[: len(before)] != before:
                     return None
                 tails.append(after[len(before) :])
+        except TemplateLimitError:
+            raise
         except Exception:  # a template may raise anything for a chat that it doesn't expect
             return None
         return tails[0] if tails and tails[0] == tails[1] else None
@@ -193,6 +196,8 @@ class ChatFormat(ChatEncoder):
             return None
         try:
             one, two = (self._ids(calls, [EXAMPLE_TOOL], False).count(last) for calls in (chat("x"), chat("x", "x")))
+        except TemplateLimitError:
+            raise
         except Exception:  # a template may take only one call
             return last
         return last if one == two else None
@@ -209,6 +214,8 @@ class ChatFormat(ChatEncoder):
         """Return what the template writes behind the text in which two chats differ."""
         try:
             one, other = (self._ids(chat, tools, add_generation_prompt)[::-1] for chat in (first, second))
+        except TemplateLimitError:
+            raise
         except Exception:  # a template may raise anything for a chat that it doesn't expect
             return []
         same = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
@@ -230,6 +237,8 @@ class ChatFormat(ChatEncoder):
             shown = self.prompt_ids(EXAMPLE_CHAT, [EXAMPLE_TOOL])
             text = self.tokenizer.decode(shown, skip_special_tokens=False)
             return shown != self.prompt_ids(EXAMPLE_CHAT) and "<tool_call>" in text and "arguments" in text
+        except TemplateLimitError:
+            raise
         except Exception:  # as above
             return False
 

@@ -7,6 +7,7 @@ and a comma, no other white space. The opening of a call is the template's own t
 from __future__ import annotations
 
 import json
+import marshal
 import random
 import re
 import weakref
@@ -21,10 +22,15 @@ import numpy as np
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, Tool, tool_names
 from turnwise.chat.tokenizers import own_copy
+from turnwise.sandbox.limited import LimitedProcess, LimitError, Limits
 from turnwise.types import AllowedTokens, DeadEndError, Grammar
 
 MAX_SCHEMA = 1 << 16
-"""Characters of a schema. The compiler has limits of its own for what a short schema expands to."""
+"""Characters of a schema."""
+COMPILER: dict[str, Any] = {"verbose_errors": False, "max_lexer_states": 50_000}
+"""The compiler's own limits. They don't bound how it joins regular expressions, as in ``allOf``."""
+CHECK = Limits(seconds=2.0, memory=512 << 20, output=1 << 20)
+"""Limits of a first compilation, in another process. What fits there is compiled here, too."""
 CACHED_GRAMMARS = 64
 """Compiled grammars that are kept, the latest of all tokenizers."""
 WALKS, WALK_TOKENS = 12, 64
@@ -255,6 +261,7 @@ def allowed_tokens(tokenizer: Any, grammar: Grammar, completion: Sequence[int]) 
     return AllowedTokens(index, np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), -1))
 
 
+_compiler = LimitedProcess()
 _lock = Lock()
 _tokenizers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """llguidance's form of each tokenizer, which takes a second to make."""
@@ -283,7 +290,11 @@ def _compiled(tokenizer: Any, grammar: Grammar) -> _Compiled:
             return _grammars[key]
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(vocabulary, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    try:
+        _compiler.ask("grammar", grammar.text, marshal.dumps(COMPILER), CHECK)
+    except LimitError as error:
+        raise GrammarError(f"the grammar {error}") from None
+    matcher = LLMatcher(vocabulary, grammar.text, log_level=0, limits=LLParserLimits(**COMPILER))
     if matcher.is_error():
         reason = re.sub(r"^at \d+\(\d+\): ", "", matcher.get_error().splitlines()[0])
         raise GrammarError(reason[:500])

@@ -15,6 +15,7 @@ from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import Tool
 from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
 from turnwise.chat.thoughts import CALL_MARKS, CHANNELS, Pairs, Thoughts, find_thoughts
+from turnwise.sandbox.templates import TemplateLimitError
 from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer
 from turnwise.utils.registry import did_you_mean
 
@@ -315,6 +316,8 @@ def find_family(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None 
     template = ChatFormat(tokenizer, {key: part for key, part in (template_kwargs or {}).items() if key != _RETENTION})
     try:
         expected = [template.render(tokenizer, chat, tools) for chat, tools in _PROBES]
+    except TemplateLimitError:
+        raise
     except Exception:  # a template may raise anything for a chat that it doesn't take
         return None
     for family in families():

@@ -183,16 +183,17 @@ def results_in_order(messages: Messages) -> Messages:
 def _matched(calls: Sequence[str], results: Messages, begin: int) -> Messages:
     """Return ``results``, which begin at ``messages[begin]``, in the order of the ids of ``calls``."""
     by_id: dict[str, Message] = {}
+    known = set(calls)
     for index, result in enumerate(results, begin):
         name, where = str(result.get("tool_call_id") or ""), f"messages[{index}].tool_call_id"
-        if name not in calls or not name:
+        if name not in known or not name:
             expected = f"expected one of {list(calls)}" if calls else "no call of the answer before it has an id"
             raise ChatError(where, f"got {name!r}: {expected}")
         if name in by_id:
             raise ChatError(where, f"got {name!r} again: expected one result for each call")
         by_id[name] = result
     where = f"messages[{begin - 1}].tool_calls"
-    if len(set(calls)) < len(calls):
+    if len(known) < len(calls):
         raise ChatError(where, f"got the ids {list(calls)}: expected an id of its own for each call")
     if missing := [name for name in calls if name not in by_id]:
         raise ChatError(where, f"no result for {missing}: expected a tool message for each call right after them")
@@ -258,14 +259,14 @@ def _joined(first: Message, second: Message) -> Message:
     text = text_of(second.get("content"), "content")
     text = text if first["role"] == second["role"] else f"user: {text}"
     whole = _with_texts(first, after=[text]) if first.get("content") else {"content": text}
-    return joined_parts(first, second, whole["content"])
+    return joined_parts([first, second], whole["content"])
 
 
-def joined_parts(first: Message, second: Message, content: Any) -> Message:
-    """Return ``first`` with ``content``, and with the reasoning and the calls of both."""
-    joined = {**first, "content": content}
-    reasoning = [message["reasoning_content"] for message in (first, second) if message.get("reasoning_content")]
-    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
+def joined_parts(parts: Messages, content: Any) -> Message:
+    """Return the first of ``parts`` with ``content``, and with the reasoning and the calls of all."""
+    joined = {**parts[0], "content": content}
+    reasoning = [message["reasoning_content"] for message in parts if message.get("reasoning_content")]
+    calls = [call for message in parts for call in message.get("tool_calls") or ()]
     joined |= {"reasoning_content": "\n\n".join(reasoning)} if reasoning else {}
     return joined | ({"tool_calls": calls} if calls else {})
 

@@ -16,22 +16,35 @@ one's answer if that is known."""
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """A message, and the results of its calls. ``answer`` is the sampled one that it is a part of, if that is known."""
+    """The parts of a message, and the results of its calls. ``answer`` is the sampled one, if that is known."""
 
-    message: Message
+    parts: Messages
     answer: Message | None = None
     results: Messages = field(default_factory=list)
-    parts: int = 1
+    begun: Message = field(init=False)
+    """The first part, with the first text and reasoning of any part."""
+
+    def __post_init__(self) -> None:
+        self.begun = self.parts[0]
 
     def add(self, part: Message, answer: Message | None) -> None:
-        """Add a part; calls are in the order of the answer."""
-        content = self.message["content"] + part["content"]
-        self.message, self.parts = joined_parts(self.message, part, content), self.parts + 1
+        self.parts.append(part)
         self.answer = self.answer or answer
-        if self.answer is not None and "tool_calls" in self.message:
+        found = {
+            key: part[key] for key in ("content", "reasoning_content") if part.get(key) and not self.begun.get(key)
+        }
+        self.begun = {**self.begun, **found}
+
+    def whole(self) -> Message:
+        """Return the message of all parts, with calls in the order of the answer."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        whole = joined_parts(self.parts, "".join(part["content"] for part in self.parts))
+        if self.answer is not None and "tool_calls" in whole:
             ids = [call["id"] for call in self.answer.get("tool_calls", ())]
             place = {name: index for index, name in enumerate(ids)}
-            self.message["tool_calls"].sort(key=lambda call: place.get(call.get("id"), len(ids)))
+            whole["tool_calls"].sort(key=lambda call: place.get(call.get("id"), len(ids)))
+        return whole
 
 
 class JoinParts:
@@ -66,12 +79,12 @@ class JoinParts:
         for message, follower, answer in zip(messages, followers, self._answers(messages, ids), strict=True):
             if message["role"] == "tool":
                 owner, last = by_call.get(message.get("tool_call_id", "")), None
-                if owner is not None and (self.moves_results or owner.parts > 1):
+                if owner is not None and (self.moves_results or len(owner.parts) > 1):
                     owner.results.append(message)
                 else:
-                    groups.append(_Group(message))
+                    groups.append(_Group([message]))
             elif message["role"] != "assistant":
-                groups.append(_Group(message))
+                groups.append(_Group([message]))
                 known, last = {}, None
             else:
                 calls = _ids(message)
@@ -79,16 +92,16 @@ class JoinParts:
                 if group is not None and any(by_call.get(call) is group for call in calls):
                     group = None  # the same call once more
                 if group is None and last is not None and (answer is None or last.answer in (None, answer)):
-                    group = last if self.neighbours(last.message, message, follower, answer) else None
+                    group = last if self.neighbours(last.begun, message, follower, answer) else None
                 if group is None:
-                    groups.append(group := _Group(message, answer))
+                    groups.append(group := _Group([message], answer))
                 else:
                     group.add(message, answer)
                 by_call |= dict.fromkeys(calls, group)
                 if group.answer is not None:
                     known[id(group.answer)] = group
                 last = group
-        return [message for group in groups for message in (group.message, *group.results)]
+        return [message for group in groups for message in (group.whole(), *group.results)]
 
     def _answers(self, messages: Messages, ids: Sequence[Any]) -> list[Message | None]:
         """Return the sampled answer of each part: that of its ids, else the one beside it that holds the part."""
@@ -96,14 +109,21 @@ class JoinParts:
             next((answer for name in (part, *_ids(message)) if name and (answer := self.answer_of(name))), None)
             for message, part in zip(messages, ids, strict=True)
         ]
+        parts_of: dict[int, Messages] = {}
+        for message, answer in zip(messages, answers, strict=True):
+            if answer is not None:
+                parts_of.setdefault(id(answer), []).append(message)
         # The part behind it counts first, as reasoning and text come before calls.
         for places, step in ((range(len(messages) - 2, -1, -1), 1), (range(1, len(messages)), -1)):
             for place in places:
                 beside = answers[place + step]
                 is_part = messages[place]["role"] == messages[place + step]["role"] == "assistant"
                 if answers[place] is None and beside is not None and is_part:
-                    others = [part for part, answer in zip(messages, answers, strict=True) if answer is beside]
-                    answers[place] = beside if _lacks(beside, others, messages[place]) else None
+                    own = [name for name in ("content", "reasoning_content") if messages[place].get(name)]
+                    if _lacks(beside, parts_of[id(beside)], messages[place], own):
+                        answers[place] = beside
+                        if own:  # a part of nothing is in no one's way
+                            parts_of[id(beside)].append(messages[place])
         return answers
 
 
@@ -111,9 +131,8 @@ def _ids(message: Message) -> list[str]:
     return [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
 
 
-def _lacks(answer: Message, others: Messages, part: Message) -> bool:
-    """True if ``part`` has no calls, and its text and reasoning are those of ``answer``, which the ``others`` lack."""
-    own = [name for name in ("content", "reasoning_content") if part.get(name)]
+def _lacks(answer: Message, others: Messages, part: Message, own: Sequence[str]) -> bool:
+    """True if ``part`` has no calls, and its fields ``own`` are those of ``answer``, which the ``others`` lack."""
     same = all(part[name].strip() == str(answer.get(name) or "").strip() for name in own)
     return "tool_calls" not in part and same and not any(other.get(name) for other in others for name in own)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from turnwise.chat.messages import SYSTEM_ROLES, Tool, fold_systems, join_neighbours, results_in_order
 from turnwise.chat.tokenizers import ends_of, own_copy
+from turnwise.sandbox.templates import TemplateLimitError, render_template
 from turnwise.types import Message, Messages, Tokenizer
 
 EXAMPLE_TOOL: Tool = {
@@ -108,6 +111,15 @@ class ChatEncoder:
         options = {"tools": list(tools), **self.template_kwargs} if tools else self.template_kwargs
         return _rendered(tokenizer, messages, add_generation_prompt, **options)
 
+    def prompt_text(self, messages: Messages) -> str:
+        """Return the text of a chat with the generation prompt, with control tokens as the tokenizer reads them."""
+        text = _template_text(self.tokenizer, messages, **self.template_kwargs)
+        if text is None:
+            text = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            )
+        return str(text)
+
     def escapes(self, messages: Messages) -> int:
         """Return the number of control tokens that the text of ``messages`` spells."""
         return sum(
@@ -199,6 +211,8 @@ class ChatEncoder:
                 plain = shown(content, 0, "x")
                 if all(plain != shown(content, place, "yz 1") for place in places):
                     return True
+            except TemplateLimitError:
+                raise
             except Exception:  # a template may raise anything for a chat that it doesn't take
                 continue
         return False
@@ -221,6 +235,8 @@ class ChatEncoder:
         for chat in (turns, turns[1:], turns[1:2]):  # some templates accept no system prompt, some only one message
             try:
                 return set(self.render(self.tokenizer, chat, add_generation_prompt=False))
+            except TemplateLimitError:
+                raise
             except Exception:  # a template may raise anything; try a simpler chat
                 continue
         return set()
@@ -242,6 +258,8 @@ class ChatEncoder:
             for tools in ([EXAMPLE_TOOL], []):
                 try:
                     ids |= set(self.render(self.tokenizer, chat, tools))
+                except TemplateLimitError:
+                    raise
                 except Exception:  # as above
                     continue
         return ids
@@ -354,11 +372,38 @@ def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
+def _template_text(
+    tokenizer: Any, messages: Messages, add_generation_prompt: bool = True, **options: Any
+) -> str | None:
+    """Return the text of a chat by a Hugging Face tokenizer's template, which is bounded in time, memory and length.
+
+    Returns ``None`` for other tokenizers, and for those with an ``apply_chat_template`` of their own, which is code.
+    """
+    apply: Any = getattr(tokenizer, "apply_chat_template", None)
+    base: Any = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerBase", None)
+    if base is None or getattr(apply, "__func__", None) is not base.apply_chat_template:
+        return None
+    tools = options.get("tools")
+    template = tokenizer.get_chat_template(options.pop("chat_template", None), tools)
+    taken = inspect.signature(cast(Callable[..., Any], base.apply_chat_template)).parameters
+    if unknown := [name for name in options if name in taken and name not in ("tools", "documents")]:
+        raise ValueError(f"chat_template_kwargs={unknown}: expected variables of the template")
+    variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options}
+    variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    return render_template(str(template), variables, tokenizer.name_or_path or type(tokenizer).__name__)
+
+
 def _rendered(
     tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True, **options: Any
 ) -> list[int]:
     """Return the template's ids of a chat, from tokenizers that return a list and from those that return a mapping."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=True, **options)
+    ids: Any
+    if (text := _template_text(tokenizer, messages, add_generation_prompt, **options)) is not None:
+        ids = tokenizer(text, add_special_tokens=False)  # type: ignore[operator]
+    else:
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=True, **options
+        )
     if isinstance(ids, Mapping):
         ids = ids["input_ids"]
     ids = list(ids)

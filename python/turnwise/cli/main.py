@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 from turnwise.cli.make import find_benches
 from turnwise.cli.options import EXIT_BY_SIGNAL, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, split_overrides
 from turnwise.utils.files import expanded
-from turnwise.utils.output import open_standard_descriptors, safe_output, tell
+from turnwise.utils.output import open_standard_descriptors, safe_output, say, tell
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.signals import SavedNote
 from turnwise.utils.threads import end_process, end_program_loop, keep_openmp_awake
@@ -27,7 +28,7 @@ from turnwise.utils.threads import end_process, end_program_loop, keep_openmp_aw
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 """Errors that a user's mistake raises."""
 
-RUN_ERRORS = (RuntimeError, FloatingPointError)
+RUN_ERRORS = (RuntimeError, FloatingPointError, MemoryError)
 """Errors that a failed run raises; every other error is a bug and keeps its traceback."""
 
 Argument = tuple[str, dict[str, Any]]
@@ -68,7 +69,11 @@ def repeated(name: str, help: str, metavar: str) -> Argument:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``turnwise`` with ``argv`` (default: the process's arguments) and return the exit code."""
     with safe_output():
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        except Exception:  # with --traceback, or a bug: its text may be that of a run's files
+            say(traceback.format_exc(), to="stderr")
+            return EXIT_FAILED
 
 
 def _main(arguments: list[str]) -> int:

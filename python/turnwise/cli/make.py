@@ -13,7 +13,7 @@ import turnwise
 from turnwise.cli.options import EXIT_OK
 from turnwise.utils.files import check_no_links
 from turnwise.utils.output import say
-from turnwise.utils.registry import did_you_mean
+from turnwise.utils.registry import announce_code_of_run, did_you_mean
 
 START = "start"
 """The example that ``turnwise init`` writes without ``--example``."""
@@ -81,9 +81,12 @@ def export(options: argparse.Namespace) -> int:
     """Write the policies of a checkpoint as Hugging Face folders, and push one to the Hub."""
     from turnwise.run.export import check_push, chosen_policies, export_checkpoint, find_exported, push, write_card
     from turnwise.train.config.toml import CONFIG_FILE
+    from turnwise.train.model.loading import TINY
     from turnwise.train.validate import read_config
 
     config = read_config(options.run_dir / CONFIG_FILE, import_code=False)
+    if TINY in [policy.path for policy in config.policies.values()]:  # the task makes such a model
+        announce_code_of_run(options.run_dir)
     config = config.model_copy(update={"run_dir": options.run_dir})
     policies = chosen_policies(config, options.policy)
     # Reject a push that can't succeed before anything is written.

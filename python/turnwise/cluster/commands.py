@@ -14,7 +14,7 @@ from turnwise.cluster.placement import Kind, Role
 from turnwise.cluster.supervisor import Place
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
-from turnwise.utils.files import KEY_VARIABLE, replace_text
+from turnwise.utils.files import KEY_VARIABLE, make_private, replace_text
 
 ROLE = "TURNWISE_CLUSTER_ROLE"
 """Environment variable with the role of a process that a supervisor started."""
@@ -27,7 +27,8 @@ PASSED = ("HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "TORCH", "PYTORCH_",
 def write_config(config: TrainConfig) -> Path:
     """Write the config that all processes of the run read, and return the file."""
     path = (config.run_dir / FOLDER / "config.toml").absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(config.run_dir)
+    path.parent.mkdir(exist_ok=True)
     replace_text(path, to_toml(config))
     return path
 

@@ -15,6 +15,7 @@ from turnwise.cluster.placement import Kind, NoRoom, Role, shortage
 from turnwise.cluster.versions import compare
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.utils.files import make_private
 from turnwise.utils.output import say, write
 from turnwise.utils.signals import SIGNALS, TOGETHER
 
@@ -134,7 +135,8 @@ class Supervisor:
         its nodes differ, :class:`RunFailed` if a process died too often, and
         :class:`~turnwise.cluster.host.ClusterLost` if the cluster is gone, or no longer has room.
         """
-        (self.run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        make_private(self.run_dir)
+        (self.run_dir / FOLDER).mkdir(exist_ok=True)
         handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._interrupt) for number in handled}
         try:

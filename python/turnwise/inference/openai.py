@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from turnwise.chat import ChatFormat, ChatRenderer
+from turnwise.chat.messages import well_formed_texts
 from turnwise.inference.common.base import GatedClient, policy_of, reject_scored
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.types import (
@@ -126,8 +127,7 @@ class OpenAIClient(GatedClient):
         if messages is request.messages:  # the messages contained no control tokens
             return {"prompt": self._format.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)}
         shown = self._format.arranged(messages or [])
-        text = self._format.tokenizer.apply_chat_template(shown, add_generation_prompt=True, tokenize=False)
-        return {"prompt": text}
+        return {"prompt": self._format.prompt_text(shown)}
 
     # -- in the endpoint's thread --------------------------------------------------------------------------------------
     async def _one(self, request: ModelRequest) -> ModelResponse:
@@ -154,15 +154,18 @@ class OpenAIClient(GatedClient):
         try:
             [choice] = answer["choices"]
             message = choice["message"] if self._chat else {"content": choice["text"]}
-            text, reason = message["content"], choice["finish_reason"]
-            thought = next((str(message[key]) for key in ("reasoning_content", "reasoning") if message.get(key)), "")
-        except (KeyError, TypeError, ValueError):
+            text, reason = well_formed_texts(message["content"]), choice["finish_reason"]
+            thoughts = (str(message[key]) for key in ("reasoning_content", "reasoning") if message.get(key))
+            thought = well_formed_texts(next(thoughts, ""))
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise EndpointError(
                 f"{self._where} answered {str(answer)[:80]}: expected one choice, with {field} and finish_reason"
             ) from None
         text = "" if text is None and thought else text
         if not isinstance(text, str):
-            raise EndpointError(f"{self._where} answered {field}={text!r} ({reason}): expected text")
-        if reason not in FINISHED:
-            raise EndpointError(f"{self._where} ended a completion by {reason!r}: expected one of {sorted(FINISHED)}")
+            said = f"{field}={str(text)[:80]} ({str(reason)[:80]})"
+            raise EndpointError(f"{self._where} answered {said}: expected text")
+        if not isinstance(reason, str) or reason not in FINISHED:
+            said = str(reason)[:80]
+            raise EndpointError(f"{self._where} ended a completion by {said!r}: expected one of {sorted(FINISHED)}")
         return text, thought, FINISHED[reason]

@@ -6,13 +6,13 @@ The connection goes through the SDK of Tinker. The server keeps the weights; the
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import tarfile
 import threading
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -39,6 +39,9 @@ from turnwise.utils.threads import to_thread
 
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """Address of the hosted service."""
+
+MOST_ARCHIVE = 2**34
+"""The most bytes of saved weights."""
 
 POLL = 2.0
 """Seconds between two checks that the server is reachable."""
@@ -103,14 +106,22 @@ class TinkerServer:
         """Download the saved weights ``path`` into ``folder``: an adapter in peft's format."""
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")
         archive = self.call(partial(self._service.create_rest_client().get_checkpoint_archive_url, run, checkpoint))
-        try:
-            with urllib.request.urlopen(self.wait(archive).url, timeout=self.timeout) as answer:
-                content = answer.read()
-        except OSError as error:
-            raise TinkerServerError(f"{self.url} does not give {path}: {error}") from error
+        url, left = str(self.wait(archive).url), MOST_ARCHIVE
+        if urlsplit(url).scheme not in ("http", "https"):  # a file: of this machine, for example
+            raise TinkerServerError(f"{self.url} gives {path} at {url[:80]!r}: expected an address of http or https")
         folder.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(fileobj=io.BytesIO(content)) as files:
-            files.extractall(folder, filter="data")
+        try:
+            with (
+                urllib.request.urlopen(url, timeout=self.timeout) as answer,
+                tarfile.open(fileobj=answer, mode="r|*") as files,
+            ):
+                for entry in files:
+                    left -= abs(entry.size) + tarfile.BLOCKSIZE
+                    if left < 0:
+                        raise TinkerServerError(f"{self.url} gives {path} of more than {MOST_ARCHIVE} bytes")
+                    files.extract(entry, folder, filter="data")
+        except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
+            raise TinkerServerError(f"{self.url} does not give {path}: {error}") from error
 
     # -- waiting -------------------------------------------------------------------------------------------------------
     def call(self, work: Callable[[], Any]) -> Any:

@@ -24,10 +24,9 @@ from turnwise.replay.diff import FirstDifference, first_difference
 from turnwise.replay.replayer import DeadlockDetectingLoop, Replayer, replay_episode
 from turnwise.run.build import Run, arena_for_client, build_run
 from turnwise.run.checks import resolve_config, task_of, tiny_model
-from turnwise.run.clients import LOGS
 from turnwise.state import to_python
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints, load_weights
-from turnwise.train.checkpoint.files import read_tensors
+from turnwise.train.checkpoint.files import LARGEST, read_tensors
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, Problems
@@ -41,7 +40,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.run_folder import foreign_episode
 from turnwise.train.validate import read_config
 from turnwise.types import GenerateResult, ModelError, ModelRequest, ModelResponse
-from turnwise.utils.files import check_no_links
+from turnwise.utils.files import damage_named, read_json
 
 
 @dataclass(slots=True)
@@ -97,7 +96,8 @@ def replay(
         raise ValueError(f"until={until!r}: expected a number of model calls >= 0")
     config = read_config(run_dir / CONFIG_FILE).model_copy(update={"run_dir": run_dir})
     task_of(config)  # imports the task's modules: the record names their data classes, and its reader never imports
-    record = EpisodeRecord(find_episode(run_dir / "rollouts.jsonl", episode, step), allow_pickle=allow_pickle)
+    with damage_named(run_dir / "rollouts.jsonl"):
+        record = EpisodeRecord(find_episode(run_dir / "rollouts.jsonl", episode, step), allow_pickle=allow_pickle)
     with asyncio.Runner(loop_factory=DeadlockDetectingLoop) as runner:
         return runner.run(_replay(config, record, until, parse_swaps(swap)))
 
@@ -120,11 +120,13 @@ async def _replay(
         loop = asyncio.get_running_loop()
         assert isinstance(loop, DeadlockDetectingLoop)
         loop.on_idle = playback.idle
-        result = await replay_episode(arena, playback)
+        with damage_named(config.run_dir / "rollouts.jsonl"):  # an error of the episode is in its result
+            result = await replay_episode(arena, playback)
     if result is not None and playback.divergence is None and live is None:
         arena.shape_rewards([result])
         found = json.loads(json_line(plain_result(result)))
-        playback.divergence = first_difference(record.row, found, arena.tokenizer)
+        with damage_named(config.run_dir / "rollouts.jsonl"):
+            playback.divergence = first_difference(record.row, found, arena.tokenizer)
     waiting = [_shown(context, call, record) for context, call in playback.left]
     sampled = [] if live is None else live.said
     return Replayed(record, playback.played, result, playback.divergence, waiting, sampled)
@@ -144,7 +146,7 @@ def recorded_arena(config: TrainConfig, record: EpisodeRecord) -> Arena:
 def _fill(stores: Mapping[str, ArtifactStore], checkpoints: Path) -> None:
     """Load in-memory stores from the newest checkpoint, for swapped actors that sample from them."""
     if saved_steps := list_checkpoints(checkpoints):
-        saved = json.loads((saved_steps[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]["arena"]["stores"]
+        saved = read_json(saved_steps[-1] / "manifest.json", follow=True, most=LARGEST)["state"]["arena"]["stores"]
         for name, store in stores.items():
             if store.path is None and name in saved:
                 store.load_state_dict(saved[name])
@@ -261,7 +263,6 @@ def load_run(config: TrainConfig, checkpoint: str | None) -> Run:
 
     ``"start"`` means the start of the run. A league's snapshot has the name of its step's checkpoint.
     """
-    check_no_links(config.run_dir, config.run_dir / LOGS)  # where the engines write
     root = config.run_dir / "checkpoints"
     if checkpoint is None and list_checkpoints(root):
         checkpoint = "newest"

@@ -5,13 +5,12 @@ The supervisor writes ``cluster/events.jsonl`` and ``cluster/members.json``, and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from turnwise.train.log.metrics import TIME
-from turnwise.utils.files import EVENTS, MEMBERS, parse_json_line
+from turnwise.utils.files import EVENTS, MEMBERS, parse_json_line, read_json, read_regular
 
 BEGINS = ("started", "restarted")
 """Events after which a process runs."""
@@ -30,13 +29,15 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     events = []
-    lines = path.read_bytes().split(b"\n")
+    lines = read_regular(path).split(b"\n")
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line:  # what follows the last end of a line
             break
         try:
             event = parse_json_line(line)
-            events.append({**event, "time": float(event["time"]), "event": event["event"], "role": event["role"]})
+            texts = {name: str(event[name]) for name in ("event", "role")}
+            texts |= {name: str(event[name]) for name in ("node", "detail") if event.get(name)}
+            events.append({**event, **texts, "time": float(event["time"])})
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise ValueError(
@@ -51,7 +52,7 @@ def read_members(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        members: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        members: dict[str, Any] = read_json(path)
         return members
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON ({error})") from error

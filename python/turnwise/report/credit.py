@@ -23,6 +23,7 @@ from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import read_lines
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
 from turnwise.utils.code_files import import_recorded
+from turnwise.utils.files import damage_named
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
 
@@ -79,6 +80,11 @@ def compare_credit(
     run's options. Text values are parsed by the types of the rule's options (:func:`turnwise.utils.literals.literal`).
     Raises ``ValueError`` for a folder without recorded episodes, and for a step that has none.
     """
+    with damage_named(folder):
+        return _compare_credit(folder, rule, options or {}, step)
+
+
+def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], step: int | None) -> Comparison:
     config = parse_config(read_config_text(folder / "config.toml"))
     own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
     if own_name == "task" or config.get("tasks"):  # no config names the one rule: a program, or each task, has its own
@@ -93,8 +99,7 @@ def compare_credit(
             import_recorded(module, config["code"][module])
     types = option_types(import_by_name(registry, name, "rule"))
     given = {
-        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
-        for key, value in (options or {}).items()
+        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value for key, value in options.items()
     }
     chosen = {**(own_options if name == own_name else {}), **given}
     other = build_rule(name, chosen, "rule", "options", methods=["compute"])

@@ -18,8 +18,9 @@ from typing import Any
 from turnwise.report.cluster import lanes
 from turnwise.train.log.metrics import TIME
 from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.secrets import hide_in, secrets_in
 from turnwise.train.log.writers import parse_line
-from turnwise.utils.files import replace_text
+from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_regular, replace_text
 
 _EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
 
@@ -49,7 +50,11 @@ def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
-    limits = limits or ReportLimits()
+    with damage_named(folder):
+        return _read_run(folder, limits or ReportLimits())
+
+
+def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
     files = [folder / name for name in ("metrics.jsonl", "rollouts.jsonl", "config.toml")]
     if not any(path.is_file() for path in files):
         raise ValueError(
@@ -65,7 +70,7 @@ def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]
     calls = [step for top in episodes for part in walk(top) for step in part["steps"]]
     return {
         "name": folder.resolve().name,
-        "config": config,
+        "config": None if config is None else hide_in(config, [*secrets_in(settings), *secrets_in(config)]),
         "planned": settings.get("steps"),
         "curves": curves(rows, limits.points),
         "lanes": lanes(folder, rows, limits.points),
@@ -83,7 +88,7 @@ def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]
 def read_config_text(file: Path) -> str | None:
     """Read a run's ``config.toml``; ``None`` if there is none. Raises ``ValueError`` naming a file that isn't UTF-8."""
     try:
-        return file.read_text(encoding="utf-8") if file.is_file() else None
+        return read_regular(file).decode("utf-8") if file.exists() else None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: expected text in UTF-8 ({error})") from error
 
@@ -91,7 +96,7 @@ def read_config_text(file: Path) -> str | None:
 def parse_config(text: str | None) -> dict[str, Any]:
     """Parse a config; an unfinished file gives an empty dict."""
     try:
-        return tomllib.loads(text or "")
+        return parse_toml(text or "")
     except tomllib.TOMLDecodeError:
         return {}
 
@@ -169,9 +174,9 @@ def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, list[dict[str,
         return 0, []
     # Find each line's offset, length and number, then parse the chosen lines.
     places: list[tuple[int, int, int]] = []
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         at = 0
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(bounded_lines(stream, path), 1):
             if line.endswith(b"\n"):  # else it is still being written
                 places.append((at, len(line), number))
             at += len(line)

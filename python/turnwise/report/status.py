@@ -19,6 +19,7 @@ from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.log.metrics import TIME
 from turnwise.train.log.writers import parse_line
 from turnwise.train.run_folder import lock_holder
+from turnwise.utils.files import damage_named, open_regular
 
 State = Literal["not started", "running", "killed", "stopped", "finished"]
 
@@ -91,7 +92,11 @@ def read_status(folder: Path, now: float | None = None) -> Status:
 
     Raises ``ValueError`` for a folder without a run, and for a bad line of its files, which it names.
     """
-    now = time.time() if now is None else now
+    with damage_named(folder):
+        return _read_status(folder, time.time() if now is None else now)
+
+
+def _read_status(folder: Path, now: float) -> Status:
     metrics = folder / "metrics.jsonl"
     config_text = read_config_text(folder / "config.toml")
     events = read_events(folder)
@@ -144,7 +149,7 @@ def _newest(path: Path) -> list[dict[str, Any]]:
     """Return the rows at the end of a file of metrics, without an unfinished last line."""
     if not path.is_file():
         return []
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(size - _TAIL, 0))
         lines = stream.read().split(b"\n")
@@ -202,7 +207,7 @@ def _roles(
         role.last_event, role.event_age, role.detail = event["event"], now - event["time"], event.get("detail") or None
     pools = [*members.get("engines", {}).values(), members.get("workers", {})]
     for name, address in ((name, address) for pool in pools for name, address in pool.items()):
-        roles.setdefault(name, ProcessStatus(name)).address = address
+        roles.setdefault(name, ProcessStatus(name)).address = str(address)
     for name, role in roles.items():
         log = folder / "logs" / f"{name}.log"
         role.log_age = _age(log, now)

@@ -61,10 +61,10 @@ from turnwise.train.model.loading import (
     load_models,
     load_references,
 )
-from turnwise.train.model.policy import Policy, limit_heads
+from turnwise.train.model.policy import limit_heads
 from turnwise.train.run_folder import RunLock, check_records
-from turnwise.train.terms.registry import columns_of, teachers_replace_rewards
-from turnwise.train.terms.teaching import Teaching, teach
+from turnwise.train.terms.registry import columns_of
+from turnwise.train.terms.teaching import attach_teachers
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import run_in_program
@@ -295,20 +295,6 @@ def _build_here(
     policies = build_policies(config, models, _moved(_load_references(config, task), device))
     attach_teachers(policies, actors, config)
     return policies if mesh is None else shard(policies, config, mesh), arena
-
-
-def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], config: TrainConfig) -> None:
-    """Give each policy the teachers of its actors, if their forward KL is in the loss (``distill.top_k``).
-
-    Every rank calls it, and knows then which actors learn from their teachers alone.
-    """
-    teachers_replace_rewards(policies, () if config.distill.reward else config.teachers())
-    policy_of = {actor.id: actor.policy for actor in actors}
-    by_policy: dict[str, dict[str, Policy]] = {}
-    for actor, teacher in config.teachers().items() if config.distill.top_k else ():
-        by_policy.setdefault(policy_of[actor], {})[actor] = policies[teacher]
-    for name, teachers in by_policy.items():
-        teach(policies[name], Teaching(teachers, config.distill.top_k, config.distill.coef))
 
 
 def _prepare_torch(config: TrainConfig) -> None:

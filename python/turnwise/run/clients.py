@@ -35,7 +35,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import find_device
 from turnwise.types import InferenceClient, ModelError
-from turnwise.utils.files import KEY_VARIABLE
+from turnwise.utils.files import KEY_VARIABLE, check_no_links
 
 LOGS = "servers"
 """Folder of the logs of the servers that a run starts, inside the run folder."""
@@ -98,6 +98,7 @@ def _check_vllm(config: TrainConfig) -> None:
     """Wait until one server of each group is healthy; its others may start later. Without servers, look for vLLM."""
     server = config.rollout.server
     if server.url is None:
+        check_no_links(config.run_dir, config.run_dir / LOGS)  # someone else may have made the folder
         vllm_or_raise()
         if config.rollout.routing_replay and computes_on_cpu():
             raise ConfigError(f"config key 'rollout.routing_replay' = true: expected false, as {NO_EXPERTS_ON_CPU}")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of
-from turnwise.run.clients import LOGS
 from turnwise.run.tinker import is_remote
 from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
 from turnwise.train.checkpoint.files import CheckpointError
@@ -16,7 +15,6 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import Trainer
 from turnwise.train.run_folder import check_episode_types
-from turnwise.utils.files import check_no_links
 
 
 def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | None) -> tuple[Run, Path | None]:
@@ -26,7 +24,6 @@ def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | N
     run, or a folder. The default is the newest, else the starting weights, for which the warm start runs. Raises
     :class:`CheckpointError` if there is no such checkpoint, or if its run played other episodes.
     """
-    check_no_links(config.run_dir, config.run_dir / LOGS)  # where the engines write
     chosen = _chosen_checkpoint(config, checkpoint)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
         check_episode_types(config, task_of(config).episodes())

@@ -1,6 +1,6 @@
 """Sandbox for untrusted Python programs, such as a model's: each runs in a process that may only compute.
 
-Read in this order: sandbox, child, seccomp, surface.
+Read in this order: sandbox, child, seccomp, surface, limited, limited_child, templates.
 May import: the standard library.
 """
 

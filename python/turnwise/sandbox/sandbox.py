@@ -111,7 +111,7 @@ class SandboxLimits:
             "RLIMIT_FSIZE": (0, 0),
             "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES),
             "RLIMIT_NPROC": (0, 0),
-            "RLIMIT_CORE": (0, 0),
+            "RLIMIT_CORE": (1, 1),  # at 0 the kernel would still start the host's program for core dumps
         }
 
 

@@ -35,6 +35,9 @@ FATAL: dict[str, _Numbers] = {
 }  # fmt: skip
 """Calls that no computation makes by accident. The kernel kills the process at once, so the attempt is visible."""
 
+RARE_ADVICE = 100
+"""``madvise`` takes memory of the whole machine out of use from this advice on (``MADV_HWPOISON``), if root asks."""
+
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """For each machine name: its column in the tables above, and the kernel's number of its architecture (AUDIT_ARCH)."""
 
@@ -63,6 +66,10 @@ def build_filter(machine: str) -> bytes:
         _line(_AT_LEAST, _X32, skip_unless=1),
         _line(_RETURN, _KILL),
     ]
+    advice = [_line(_LOAD, argument(2)), _line(_AT_LEAST, RARE_ADVICE, skip_unless=1), _line(_RETURN, _REFUSE)]
+    number = ALLOWED["madvise"][column]
+    assert number is not None
+    lines += [_line(_EQUAL, number, skip_unless=len(advice) + 1), *advice, _line(_LOAD, _NUMBER)]
     for calls, action in ((ALLOWED, _ALLOW), (FATAL, _KILL)):
         for numbers in calls.values():
             if (number := numbers[column]) is not None:
@@ -72,3 +79,8 @@ def build_filter(machine: str) -> bytes:
 
 def _line(code: int, value: int, *, skip_if: int = 0, skip_unless: int = 0) -> bytes:
     return struct.pack("=HBBI", code, skip_if, skip_unless, value)
+
+
+def argument(index: int) -> int:
+    """Return the offset of the low half of a call's argument in ``struct seccomp_data``."""
+    return 16 + 8 * index

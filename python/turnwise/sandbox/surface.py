@@ -9,7 +9,20 @@ from __future__ import annotations
 
 import errno
 
-from turnwise.sandbox.seccomp import _ALLOW, _ARCH, _EQUAL, _KILL, _LOAD, _NUMBER, _RETURN, MACHINES, _line, _Numbers
+from turnwise.sandbox.seccomp import (
+    _ALLOW,
+    _ARCH,
+    _AT_LEAST,
+    _EQUAL,
+    _KILL,
+    _LOAD,
+    _NUMBER,
+    _RETURN,
+    MACHINES,
+    _line,
+    _Numbers,
+    argument,
+)
 
 REFUSED: dict[str, _Numbers] = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
@@ -31,7 +44,7 @@ REFUSED: dict[str, _Numbers] = {
     "move_pages": (279, 239), "migrate_pages": (256, 238), "mbind": (237, 235), "set_mempolicy": (238, 237),
     "set_mempolicy_home_node": (450, 450), "memfd_secret": (447, 447),
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189),
-    "semget": (64, 190), "mq_open": (240, 180),
+    "semget": (64, 190), "mq_open": (240, 180), "io_setup": (206, 0),
 }  # fmt: skip
 """Calls that fail with ``EPERM``."""
 UNKNOWN: dict[str, _Numbers] = {"clone3": (435, 435), "memfd_create": (319, 279)}
@@ -42,17 +55,28 @@ NEWEST = 462
 """The last call that this table knows (``mseal``)."""
 NEW_NAMESPACES = 0x7E020000
 """Flags of ``clone`` that make a namespace."""
-FAMILIES = (1, 2, 10)
-"""Families of sockets: Unix, IPv4 and IPv6. ``AF_NETLINK`` passes for ``NETLINK_ROUTE``, which lists interfaces."""
-NETLINK = 16
-TERMINAL_INPUT = (0x5412, 0x541C)
-"""``ioctl`` requests that type into a terminal: ``TIOCSTI`` and ``TIOCLINUX``."""
+FAMILIES: dict[int, tuple[int, ...]] = {1: (0, 1), 2: (0, 1, 6, 17), 10: (0, 6, 17, 58), 16: (0,)}
+"""Families of sockets and their protocols: Unix, IPv4 and IPv6 (TCP, UDP and ping), and ``NETLINK_ROUTE``, which lists
+interfaces. The kernel loads a module for many others when a program asks for one."""
+TYPES = (1, 2, 3, 5)
+"""Streams, datagrams, raw sockets and ordered packets."""
+REQUESTS: tuple[int, ...] = (
+    0x5412, 0x541C,  # TIOCSTI, TIOCLINUX: type into a terminal
+    0x5423,  # TIOCSETD: loads a line discipline
+    0x8940, 0x8941, 0x8980, 0x8981, 0x8982, 0x8983, 0x89A0, 0x89A1, 0x89A2, 0x89A3,  # load bridges, VLANs and DLCI
+)  # fmt: skip
+"""``ioctl`` requests that fail with ``EPERM``."""
+BUFFER_SIZES = (7, 8, 32, 33)
+"""``SO_SNDBUF``, ``SO_RCVBUF`` and their variants for root: such a wish counts as fulfilled, and changes nothing, as
+the memory of a container is counted with buffers of the usual size."""
 
-_AT_LEAST, _ANY_BIT = 0x35, 0x45
+_ANY_BIT, _AND = 0x45, 0x54
 _CLONE: _Numbers = (56, 220)
 _SOCKET: tuple[_Numbers, ...] = ((41, 198), (53, 199))
 _IOCTL: _Numbers = (16, 29)
-_REFUSE, _NO_CALL = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+_SET_OPTION: _Numbers = (54, 208)
+_SOL_SOCKET = 1
+_REFUSE, _NO_CALL, _PRETEND = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x00050000
 
 
 def build_program_filter(machine: str) -> bytes:
@@ -66,17 +90,18 @@ def build_program_filter(machine: str) -> bytes:
         for numbers in calls.values():
             if (number := numbers[column]) is not None:
                 lines += [_line(_EQUAL, number, skip_unless=1), _line(_RETURN, action)]
-    lines += _only(_CLONE[column], [_line(_LOAD, _argument(0)), _line(_ANY_BIT, NEW_NAMESPACES, skip_unless=1)])
-    typed = [
-        _line(_EQUAL, request, skip_if=len(TERMINAL_INPUT) - place) for place, request in enumerate(TERMINAL_INPUT)
-    ]
-    ioctl = [_line(_LOAD, _argument(1)), *typed, _line(_RETURN, _ALLOW)]
-    lines += _only(_IOCTL[column], ioctl)
+    lines += _only(_CLONE[column], [_line(_LOAD, argument(0)), _line(_ANY_BIT, NEW_NAMESPACES, skip_unless=1)])
+    lines += _only(_IOCTL[column], [_line(_LOAD, argument(1)), *_unless(REQUESTS), _line(_RETURN, _ALLOW)])
     for numbers in _SOCKET:
-        passes = [[_line(_EQUAL, family, skip_unless=1), _line(_RETURN, _ALLOW)] for family in FAMILIES]
-        routes = [_line(_EQUAL, NETLINK, skip_unless=3), _line(_LOAD, _argument(2)), _line(_EQUAL, 0, skip_unless=1)]
-        checks = [_line(_LOAD, _argument(0)), *(line for both in passes for line in both), *routes]
-        lines += _only(numbers[column], [*checks, _line(_RETURN, _ALLOW)])
+        kind = [_line(_LOAD, argument(1)), _line(_AND, 0xF)]  # without SOCK_NONBLOCK and SOCK_CLOEXEC
+        checks = [*kind, *_unless(TYPES), _line(_RETURN, _REFUSE)]
+        for family, protocols in FAMILIES.items():
+            protocol = [_line(_LOAD, argument(2)), *_unless(protocols), _line(_RETURN, _REFUSE), _line(_RETURN, _ALLOW)]
+            checks += [_line(_LOAD, argument(0)), _line(_EQUAL, family, skip_unless=len(protocol)), *protocol]
+        lines += _only(numbers[column], checks)
+    option = [_line(_LOAD, argument(1)), _line(_EQUAL, _SOL_SOCKET, skip_if=1), _line(_RETURN, _ALLOW)]
+    option += [_line(_LOAD, argument(2)), *_unless(BUFFER_SIZES), _line(_RETURN, _ALLOW), _line(_RETURN, _PRETEND)]
+    lines += _only(_SET_OPTION[column], option)
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
 
 
@@ -87,6 +112,6 @@ def _only(number: int | None, checks: list[bytes]) -> list[bytes]:
     return [_line(_EQUAL, number, skip_unless=len(body)), *body]
 
 
-def _argument(index: int) -> int:
-    """Return the offset of the low half of an argument in ``struct seccomp_data``."""
-    return 16 + 8 * index
+def _unless(values: tuple[int, ...]) -> list[bytes]:
+    """Return lines that skip the line after them if the loaded number is one of ``values``."""
+    return [_line(_EQUAL, value, skip_if=len(values) - place) for place, value in enumerate(values)]

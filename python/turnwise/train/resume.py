@@ -17,7 +17,14 @@ from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
-from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch, amend_progress, read_listed, read_state
+from turnwise.train.checkpoint.files import (
+    LARGEST,
+    CheckpointError,
+    CheckpointMismatch,
+    amend_progress,
+    read_listed,
+    read_state,
+)
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
 from turnwise.train.config.changes import Resumed, resumed
@@ -27,7 +34,7 @@ from turnwise.train.group_queue import Group, GroupQueue, batches_of, groups_of
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.rollout_queue import RolloutQueue
 from turnwise.train.run_folder import check_records
-from turnwise.utils.files import replace_text
+from turnwise.utils.files import read_json, replace_text
 from turnwise.utils.registry import name_of
 
 QUEUE = "queue.pickle"
@@ -284,7 +291,7 @@ def begin_stores(arena: Arena, folder: Path) -> None:
     if not stores:
         return
     if note.is_file():
-        noted = json.loads(note.read_text(encoding="utf-8"))
+        noted = read_json(note, most=LARGEST)
         for name in stores.keys() & noted.keys():
             try:
                 stores[name].load_state_dict(noted[name])
@@ -299,7 +306,7 @@ def forget_old_states(arena: Arena, oldest: Path) -> None:
     stores = _stores_in_files(arena)
     if not stores:
         return
-    manifest = json.loads((oldest / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(oldest / "manifest.json", follow=True, most=LARGEST)
     saved = manifest["state"]["arena"]["stores"]
     for name in stores.keys() & saved.keys():
         stores[name].prune_revisions_before(saved[name])

@@ -15,6 +15,7 @@ from turnwise.train.checkpoint.checkpoint import ignored_checkpoints, list_check
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, ConfigError
 from turnwise.train.log.writers import read_lines
+from turnwise.utils.files import make_private, open_regular, read_regular
 
 LOCK = ".run.lock"
 """Lock file in a run folder. The run that writes there locks it, and writes its process into it."""
@@ -53,7 +54,7 @@ class RunLock:
             os.close(self._file)
 
     def _take(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
         file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         self.note, before = None, _holder(os.pread(file, 4096, 0))
         host = socket.gethostname()
@@ -84,7 +85,7 @@ def lock_holder(folder: Path) -> dict[str, Any] | None:
     The process may have been killed. This does not take the lock.
     """
     try:
-        return _holder((folder / LOCK).read_bytes())
+        return _holder(read_regular(folder / LOCK, most=4096))
     except FileNotFoundError:
         return None
 
@@ -122,7 +123,7 @@ def check_not_running(folder: Path) -> None:
 def _has_a_line(file: Path) -> bool:
     if not file.is_file():
         return False
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return stream.readline().endswith(b"\n")
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -25,6 +29,12 @@ EVENTS = Path("cluster") / "events.jsonl"
 KEY_VARIABLE = "TURNWISE_CLUSTER_KEY"
 """Environment variable with the secret of a run, with which its processes authenticate each other."""
 
+
+MOST = 1 << 28
+"""Most bytes of a line, or of a small file, that are read."""
+
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+"""A dotted key for which ``tomllib`` takes time and memory that grow with the square of its length."""
 
 AnyPath = TypeVar("AnyPath", str, Path)
 
@@ -95,6 +105,15 @@ def replacing(path: Path, mode: int = 0o666, *, sync: bool = False) -> Iterator[
         raise
 
 
+def make_private(folder: Path) -> None:
+    """Create ``folder`` for its owner alone, whatever the process's mask; its parents as usual. One that exists stays.
+
+    For folders with recordings: prompts and answers may be private, and a config may name keys.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)
+
+
 def open_to_append(path: Path) -> BinaryIO:
     """Open ``path`` to append, and create it if it is missing. Raises ``OSError`` for a link, and for no file."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -103,6 +122,57 @@ def open_to_append(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "expected a regular file", str(path))
     return open(descriptor, "ab")
+
+
+def open_regular(path: str | PathLike[str], *, follow: bool = False) -> BufferedReader:
+    """Open a file to read it. Raises ``OSError`` for a pipe, a device or a folder, and for a link unless ``follow``.
+
+    All records in the folder of a run are opened here, as someone else may have made the folder: a link could lead to
+    a private file, a pipe never ends, and a device has effects.
+    """
+    about = os.stat(path, follow_symlinks=follow)
+    if not stat.S_ISREG(about.st_mode):
+        kind = "link" if stat.S_ISLNK(about.st_mode) else "folder" if stat.S_ISDIR(about.st_mode) else "pipe or device"
+        raise OSError(errno.EINVAL, f"expected a regular file, got a {kind}", str(path))
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    return open(os.open(path, flags), "rb")
+
+
+def read_regular(path: str | PathLike[str], *, follow: bool = False, most: int = MOST) -> bytes:
+    """Return the bytes of a file that :func:`open_regular` opens. Raises ``ValueError`` for more than ``most``."""
+    with open_regular(path, follow=follow) as stream:
+        content = stream.read(most + 1) if os.fstat(stream.fileno()).st_size <= most else None
+    if content is None or len(content) > most:
+        raise ValueError(f"{path}: expected at most {most} bytes")
+    return content
+
+
+def read_json(path: str | PathLike[str], *, follow: bool = False, most: int = MOST) -> Any:
+    """Return the value in a file that :func:`open_regular` opens. Raises ``ValueError`` if it is not JSON."""
+    return parse_json_line(read_regular(path, follow=follow, most=most))
+
+
+def bounded_lines(stream: BinaryIO, path: str | PathLike[str], *, most: int = MOST) -> Iterator[bytes]:
+    """Yield the lines of ``stream`` with their ends. Raises ``ValueError`` for a line of more than ``most`` bytes.
+
+    A file with holes costs its sender nothing, and its one line would take all memory.
+    """
+    for number in itertools.count(1):
+        line = stream.readline(most + 1)
+        if len(line) > most:
+            raise ValueError(f"{path}, line {number}: expected at most {most} bytes")
+        if not line:
+            return
+        yield line
+
+
+@contextmanager
+def damage_named(place: object) -> Iterator[None]:
+    """Raise ``ValueError`` that names ``place`` for errors of code that takes apart what a damaged file holds."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{place}: expected what a run writes, got damaged records ({error!r:.200})") from error
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -152,7 +222,7 @@ def read_json_lines(path: str | PathLike[str]) -> Iterator[tuple[str, Any]]:
     of one that fails :func:`check_texts`.
     """
     with Path(path).open("rb") as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(bounded_lines(stream, path), 1):
             if not line.strip():
                 continue
             place = f"{path}:{number}"
@@ -162,6 +232,16 @@ def read_json_lines(path: str | PathLike[str]) -> Iterator[tuple[str, Any]]:
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
             yield place, value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the settings in ``text``. Raises ``tomllib.TOMLDecodeError``, also for what would take long to read."""
+    if _LONG_KEY.search(text):
+        raise tomllib.TOMLDecodeError("a key has more than 64 parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("nested too deeply") from None
 
 
 def parse_json_line(line: bytes) -> Any:

@@ -9,9 +9,11 @@ A closed pipe or stream loses the text. Characters that the encoding lacks are e
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -25,6 +27,8 @@ Name = Literal["stdout", "stderr"]
 STANDARD = {1: "stdout", 2: "stderr"}
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_DIRECTIONS = (0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_CONTROL |= {code: f"\\u{code:04x}" for code in _DIRECTIONS}  # they show a line in another order, or as two
 _ASCII = str.maketrans({"–": "-", "█": "#", "▐": "|", "▌": "|", "±": "+-"})
 _LATER = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN}
 """Errors of a stream that may take text again: a full disk, and a pipe that doesn't block."""
@@ -122,9 +126,18 @@ def write_stderr(line: str) -> None:
 
 @contextmanager
 def safe_output(*, of_run: bool = False) -> Iterator[None]:
-    """Let ``sys.stdout`` and ``sys.stderr`` raise no errors in the block. During a run a loss is told once."""
+    """Let ``sys.stdout`` and ``sys.stderr`` raise no errors in the block. Warnings and log lines are :func:`printable`.
+
+    During a run a loss is told once.
+    """
     global _runs
     before = {name: getattr(sys, name) for name in STANDARD.values()}
+    shown = warnings.formatwarning
+    warnings.formatwarning = safe = _printable_warning(shown)
+    last = logging.lastResort  # prints what no handler takes, such as errors that asyncio finds
+    formatter = None if last is None else last.formatter
+    if last is not None:
+        last.setFormatter(_PrintableFormatter())
     made = {name: Output.over(stream) for name, stream in before.items()}
     for name, output in made.items():
         setattr(sys, name, output)
@@ -132,11 +145,27 @@ def safe_output(*, of_run: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
+        if warnings.formatwarning is safe:
+            warnings.formatwarning = shown
+        if last is not None:
+            last.setFormatter(formatter)
         for name, output in made.items():
             output.flush()
             if getattr(sys, name) is output:  # user code may have set its own
                 setattr(sys, name, before[name])
         _runs -= of_run
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _printable_warning(made: Callable[..., str]) -> Callable[..., str]:
+    def format_warning(*arguments: Any, **settings: Any) -> str:
+        return printable(made(*arguments, **settings))
+
+    return format_warning
 
 
 def open_standard_descriptors() -> None:
@@ -182,12 +211,22 @@ def tell(line: str) -> None:
 
 
 def console(to: Name = "stdout", **settings: Any) -> Console:
-    """Return a console of rich on which text is no markup, and control characters of strings are escaped."""
+    """Return a console of rich on which text is no markup, and control characters are escaped.
+
+    That holds for strings, and for what any other object has in it, such as a ``Text`` or a table. Only rich's own
+    codes control the terminal.
+    """
     from rich.console import Console
+    from rich.segment import Segment
 
     class Printable(Console):
-        def render_str(self, text: str, **options: Any) -> Any:
+        def render_str(self, text: str, **options: Any) -> Any:  # before it is wrapped
             return super().render_str(printable(text), **options)
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                text, style, control = segment
+                yield segment if control else Segment(printable(text), style)
 
     file: Any = Output.over(getattr(sys, to))
     return Printable(file=file, markup=False, emoji=False, highlight=False, **settings)

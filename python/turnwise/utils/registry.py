@@ -11,19 +11,15 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from turnwise.utils.code_files import file_of, search_working_folder
+from turnwise.utils.files import parse_toml, read_regular
 from turnwise.utils.output import tell
-
-_CODE = re.compile(r"(\w+:)?[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""A name that :func:`import_by_name` would import, or that with the prefix of another package's tasks."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -47,7 +43,7 @@ def import_by_name(registry: Mapping[str, Any], name: str, key: str) -> Any:
             raise ValueError(f"config key {key!r} = {name!r}: unknown; {near} (or 'module:Name' for your own)")
         return registry[name]
     module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+    if not (_is_dotted(module_name) and _is_dotted(attribute)):
         raise ValueError(f"config key {key!r} = {name!r}: expected 'module:Name', for example 'my_rules:MyRule'")
     # Import the module, then look up the attribute part by part.
     search_working_folder()
@@ -87,18 +83,34 @@ def defines(kind: type, method: str) -> bool:
     return any(callable(vars(base).get(method)) for base in kind.__mro__)
 
 
+def _is_dotted(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def names_code(text: str) -> bool:
+    """Return True for a text that :func:`import_by_name` would import, also with the prefix of another package's tasks.
+
+    After a prefix, the name in the module is any text, as in ``gymnasium:my_games:Maze-v0``; all tasks of ``verifiers``
+    are packages.
+    """
+    first, *rest = text.split(":")
+    if len(rest) == 2:
+        return first.isidentifier() and _is_dotted(rest[0]) and bool(rest[1])
+    return len(rest) == 1 and _is_dotted(first) and (first == "verifiers" or _is_dotted(rest[0]))
+
+
 def code_in(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield ``(key, "module:Name")`` for each text in ``settings``, the data of a config, that can name code."""
     if isinstance(settings, Mapping):
         for name, value in settings.items():
             below = f"{key}.{name}" if key else str(name)
-            if isinstance(name, str) and _CODE.fullmatch(name):
+            if isinstance(name, str) and names_code(name):
                 yield key, name
             yield from code_in(value, below)
     elif isinstance(settings, list | tuple):
         for item in settings:
             yield from code_in(item, key)
-    elif isinstance(settings, str) and _CODE.fullmatch(settings):
+    elif isinstance(settings, str) and names_code(settings):
         yield key, settings
 
 
@@ -114,16 +126,23 @@ def announce_code(settings: Any, what: str = "is imported") -> None:
 
 
 def code_files(settings: Any) -> dict[str, str]:
-    """Return the file of each user's module that ``settings``, the data of a config, name; imports nothing."""
+    """Return the file of each user's module that ``settings``, the data of a config, name; imports nothing.
+
+    Python's path is as before: in the folder of a run that someone sent, no later import may find a module.
+    """
+    before = list(sys.path)
     search_working_folder()
-    modules = dict.fromkeys(name.split(":")[-2] for _, name in code_in(settings))
-    return {module: str(file) for module in modules if (file := file_of(module)) is not None}
+    try:
+        modules = dict.fromkeys(name.split(":")[-2] for _, name in code_in(settings))
+        return {module: str(file) for module in modules if (file := file_of(module)) is not None}
+    finally:
+        sys.path[:] = before
 
 
 def announce_code_of_run(run_dir: Path, what: str = "is imported") -> None:
     """Call :func:`announce_code` on a run folder's config. A missing or broken one is ignored here."""
     with suppress(OSError, ValueError):
-        announce_code(tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8")), what)
+        announce_code(parse_toml(read_regular(run_dir / "config.toml", follow=True).decode("utf-8")), what)
 
 
 def build_with_options(factory: Any, options: Mapping[str, Any], key: str) -> Any:

@@ -1,8 +1,9 @@
 """Authenticated messages between two processes that share a key: nothing is unpickled before its sender is known.
 
 Both sides prove that they have the key by an HMAC-SHA256 over two fresh random numbers, and never send the key itself.
-Every message carries an HMAC under a key of this connection, over its direction and number. So a message can't be
-forged, changed, repeated or dropped without the key. Nothing is encrypted.
+Every message carries HMACs under a key of this connection, over its direction, number, length and content. So a message
+can't be forged, changed, repeated or dropped without the key, and no one waits for the bytes of a forged length.
+Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import struct
 from contextlib import suppress
 from typing import Any
 
-HELLO = b"turnwise workers 1\n"
+HELLO = b"turnwise workers 2\n"
 NONCE = 32
 """Bytes of a random number, and of an HMAC-SHA256."""
 
@@ -23,8 +24,8 @@ _NO = bytes(NONCE)
 """Answer to a peer without the key."""
 
 HANDSHAKE_SECONDS = 10.0
-_HEADER = struct.Struct("!Q32s")
-"""Length and HMAC of a message."""
+_HEADER = struct.Struct("!Q32s32s")
+"""Length of a message, its HMAC, and that of the content."""
 
 
 class KeyRefused(PermissionError):
@@ -44,25 +45,34 @@ class Channel:
     async def send(self, kind: str, *content: Any) -> None:
         """Send a message. Raises ``ConnectionError`` if the connection has ended."""
         payload = pickle.dumps((kind, *content), protocol=5)
-        signature = _sign(self._key, self._ours, self._sent.to_bytes(8, "big"), payload)
+        signatures = self._signatures(self._ours, self._sent, len(payload), payload)
         self._sent += 1
-        self._writer.write(_HEADER.pack(len(payload), signature))
+        self._writer.write(_HEADER.pack(len(payload), *signatures))
         self._writer.write(payload)
         await self._writer.drain()
 
     async def receive(self) -> tuple[Any, ...]:
         """Return the next message. Raises ``ConnectionError`` if the connection has ended or the signature is wrong."""
         try:
-            length, signature = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            length, *given = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            self._check(given[0], self._signatures(self._theirs, self._received, length)[0])
             payload = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError as error:
             raise ConnectionError("the connection was closed") from error
-        expected = _sign(self._key, self._theirs, self._received.to_bytes(8, "big"), payload)
-        if not hmac.compare_digest(signature, expected):
-            raise ConnectionError("a message does not carry the peer's signature")
+        self._check(given[1], self._signatures(self._theirs, self._received, length, payload)[1])
         self._received += 1
         message: tuple[Any, ...] = pickle.loads(payload)
         return message
+
+    def _signatures(self, side: bytes, number: int, length: int, *payload: bytes) -> list[bytes]:
+        """Return the HMAC of a message's length, and that of its content if it is given."""
+        place = number.to_bytes(8, "big")
+        parts = [(b"length", length.to_bytes(8, "big")), *((b"content", content) for content in payload)]
+        return [_sign(self._key, side, place, *part) for part in parts]
+
+    def _check(self, given: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(given, expected):
+            raise ConnectionError("a message does not carry the peer's signature")
 
     def close(self) -> None:
         """Close the connection, without waiting."""

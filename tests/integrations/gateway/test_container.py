@@ -205,6 +205,51 @@ for number in range(3):
     open(f"f{number}", "wb").write(os.urandom(1 << 20) * 20)
 time.sleep(60)
 """, "more disk than disk_gb=0.03"),
+    "shared memory that no process has": ("""
+import mmap
+kept, part = mmap.mmap(-1, 512 << 20), 16 << 20
+for place in range(0, 512 << 20, part):
+    kept[place : place + part] = bytes(part)
+    kept.madvise(mmap.MADV_DONTNEED, place, part)
+time.sleep(60)
+""", "more memory than memory_gb=0.25"),
+    "page tables": ("""
+import mmap
+kept = mmap.mmap(-1, 1 << 38, flags=mmap.MAP_PRIVATE | 0x4000, prot=mmap.PROT_READ)
+for place in range(0, 1 << 38, 2 << 20):
+    kept[place]
+time.sleep(60)
+""", "more memory than memory_gb=0.25"),
+    "buffers": ("""
+import socket
+kept = [socket.socketpair() for _ in range(600)]
+time.sleep(60)
+""", "more memory than memory_gb=0.25"),
+    "files in memory": ("""
+for number in range(1000):
+    open(f"/tmp/f{number}", "w").close()
+time.sleep(60)
+""", "more files than max_files=500"),
+    "removed and mapped files": ("""
+import ctypes
+kept = []
+for number in range(3):
+    with open(f"f{number}", "wb+") as file:
+        file.write(os.urandom(1 << 20) * 20)
+        file.flush()
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        kept.append(libc.mmap(None, ctypes.c_size_t(20 << 20), 1, 1, file.fileno(), ctypes.c_long(0)))
+    os.unlink(f"f{number}")
+time.sleep(60)
+""", "more disk than disk_gb=0.03"),
+    "an unreadable folder": ("""
+os.mkdir("d")
+os.chmod("d", 0o300)
+for number in range(3):
+    open(f"d/f{number}", "wb").write(os.urandom(1 << 20) * 20)
+time.sleep(60)
+""", "more disk than disk_gb=0.03"),
     "folders in each other": ("""
 for _ in range(400):
     os.mkdir("d" * 100)
@@ -286,6 +331,22 @@ def test_the_key_for_sub_agents_is_read_once_and_nowhere_else(tmp_path, mask):
     assert rollout.error is None and rollout.rewards == {"solver": 1.0}, rollout.error
 
 
+MEMORY = """
+import ctypes
+control = os.read(int(os.environ["TURNWISE_CONTROL"]), 100).decode()
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+look = 'import os; open("/proc/%d/mem" % os.getppid(), "rb")'
+ask("x")
+result(float(subprocess.run([sys.executable, "-I", "-S", "-c", look], capture_output=True).returncode == 0))
+"""
+
+
+@needs_bubblewrap
+def test_an_agent_keeps_its_memory_from_its_commands_if_it_asks(tmp_path):
+    rollout = play_contained(tmp_path, MEMORY, children=True)
+    assert rollout.error is None and rollout.rewards == {"solver": 0.0}, rollout.error
+
+
 @needs_bubblewrap
 def test_nothing_in_a_container_changes_the_result_after_the_agent_has_ended(tmp_path):
     code = """
@@ -344,7 +405,8 @@ def test_docker_gets_no_network_no_key_the_folder_alone_and_the_same_limits(tmp_
     assert shell == "/bin/sh" and command[:3] == ["-c", 'trap "" TERM; exec "$@"', "sh"]
     line = " ".join(command[3:])
     for part in (
-        "docker run --rm --interactive --name name --network none --read-only --tmpfs /tmp:exec,size=536870912",
+        "docker run --rm --interactive --name name --network none --pull never --log-driver none",
+        "--read-only --tmpfs /tmp:exec,size=536870912",
         "--shm-size 536870912 --user 50123:50123 --ipc private --cap-drop ALL --security-opt no-new-privileges",
         "--pids-limit 99 --memory 2147483648 --memory-swap 2147483648",
         f"--volume {tmp_path}/work:/episode --volume {tmp_path}/turnwise:/turnwise --volume /opt:/opt:ro",
@@ -355,7 +417,7 @@ def test_docker_gets_no_network_no_key_the_folder_alone_and_the_same_limits(tmp_
     *_, options, program, argument = command
     assert (program, argument) == ("agent", "x")
     lock = json.loads(options)["lock"]
-    assert lock["user"] is None and lock["limits"] == {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": 2**30, "RLIMIT_NOFILE": 4096}
+    assert lock["user"] is None and lock["limits"] == {"RLIMIT_CORE": 1, "RLIMIT_FSIZE": 2**30, "RLIMIT_NOFILE": 4096}
     assert bytes.fromhex(lock["filter"]) == build_program_filter(platform.machine())
     assert container.client_environment(environment)["PATH"] == os.environ["PATH"]
 
@@ -390,6 +452,15 @@ def test_docker_is_asked_for_its_limits_the_image_and_to_remove_the_container(tm
         Container.of({"image": "node:22", "without": ["memory"]})
 
 
+def test_docker_that_does_not_answer_fails_no_episode(tmp_path, monkeypatch):
+    (tmp_path / "docker").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("turnwise.integrations.gateway.process.container.CHECK_SECONDS", 0.1)
+    with pytest.warns(UserWarning, match="docker doesn't answer: container name may be left behind"):
+        Container("docker", image="node:22").remove("name")
+
+
 @needs_bubblewrap
 def test_a_host_that_gives_less_is_refused_unless_a_key_allows_it(tmp_path, monkeypatch):
     ways = [("missing", []), ("namespace", ["user", "processes"])]
@@ -412,6 +483,15 @@ def test_a_host_that_gives_less_is_refused_unless_a_key_allows_it(tmp_path, monk
     assert rollout.error is None and rollout.rewards == {"solver": 1.0}, rollout.error
 
 
+def test_docker_gets_no_folder_whose_name_is_an_option(tmp_path, monkeypatch):
+    (tmp_path / "a:rw").mkdir()
+    with pytest.raises(ValueError, match=r"docker takes no folder with a colon, such as .*a:rw"):
+        Container.of({"image": "x", "mounts": [tmp_path / "a:rw"]})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a:rw"))
+    with pytest.raises(ValueError, match="set TMPDIR"):
+        Container.of({"image": "x"})
+
+
 @pytest.mark.parametrize(
     ("given", "error", "problem"),
     [
@@ -422,6 +502,8 @@ def test_a_host_that_gives_less_is_refused_unless_a_key_allows_it(tmp_path, monk
         ("docker", ValueError, "container.image=''"),
         ({"tool": "bwrap", "image": "x"}, ValueError, "container.image='x'"),
         ({"mounts": ["/no/such/folder"]}, ValueError, "absolute paths that exist"),
+        ({"image": "--privileged"}, ValueError, "container.image='--privileged': expected the name of an image"),
+        ({"image": "x y"}, ValueError, "container.image='x y': expected the name of an image"),
         ({"memory_gb": 0}, ValueError, "memory_gb=0: expected a number > 0"),
         ({"without": ["everything"]}, ValueError, "without=.'everything'.: expected a list of some of"),
         ({"imgae": "x"}, ValueError, "container.imgae: unknown"),

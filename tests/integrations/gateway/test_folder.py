@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.integrations.gateway.process import folder as folders
-from turnwise.integrations.gateway.process.folder import read_regular, regular_files, remove_tree
+from turnwise.integrations.gateway.process.folder import _Removal, read_regular, regular_files, remove_tree
 
 from .test_program import PROGRAM, play_program
 
@@ -40,6 +40,7 @@ def top(tmp_path):
     top.mkdir()
     yield top
     if top.exists():
+        subprocess.run(["chmod", "-R", "u+rwx", top], check=True)
         subprocess.run(["rm", "-rf", top], check=True)
 
 
@@ -78,6 +79,17 @@ def test_removal_never_raises_and_says_what_is_left(tmp_path, monkeypatch):
         remove_tree(tmp_path / "top")
     with pytest.warns(UserWarning, match="none: is left behind"):
         remove_tree(tmp_path / "none")
+
+
+def test_removal_changes_nothing_behind_a_link(tmp_path):
+    (tmp_path / "other").mkdir(mode=0o755)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "link").symlink_to(tmp_path / "other")  # it was a folder when it was found
+    problems: list[str] = []
+    top = os.open(tmp_path / "folder", os.O_RDONLY)
+    _Removal(top, problems).enter("link")
+    os.close(top)
+    assert problems and (tmp_path / "other").stat().st_mode & 0o777 == 0o755
 
 
 def test_files_are_found_without_recursion_links_and_pipes(top):

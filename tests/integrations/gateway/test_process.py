@@ -9,11 +9,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from turnwise.arena import Rubric
 from turnwise.integrations.gateway import Gateway, ProcessEpisode
+from turnwise.integrations.gateway.process.episode import FREE_BYTES, OUTPUT_BYTES, SLICE, Tail
 from turnwise.types import EpisodeRequest
 
 from .helpers import LOGPROBS, arena_of, scripted
@@ -143,6 +145,28 @@ def test_program_that_does_not_exist(tmp_path):
     arena.add_episode(ProcessEpisode(["no-such-program"], Gateway(renderer="template"), actors=["solver"]))
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("process", "x")]))
     assert "exited with code 127" in result.rollout.error and "no-such-program: No such file" in result.rollout.error
+
+
+async def test_a_flood_of_output_is_read_slowly():
+    class Pipe:
+        said: ClassVar[list[str]] = []
+
+        def is_closing(self):
+            return False
+
+        def __getattr__(self, name):
+            return lambda: self.said.append(name)
+
+    tail = Tail()
+    tail.connection_made(Pipe())
+    for _ in range(FREE_BYTES // SLICE):
+        tail.data_received(bytes(SLICE))
+    assert Pipe.said == []
+    tail.data_received(b"x" * SLICE)
+    assert Pipe.said == ["pause_reading"] and tail.output == b"x" * OUTPUT_BYTES
+    while len(Pipe.said) < 2:
+        await asyncio.sleep(0.001)
+    assert Pipe.said == ["pause_reading", "resume_reading"]
 
 
 def test_error_has_the_last_50_lines_and_no_keys(tmp_path):
@@ -292,6 +316,9 @@ result(count)
         ({"files": {"/x": __file__}}, ValueError, "a name inside the process's folder"),
         ({"files": {"x": "/no/such/file"}}, ValueError, "no file"),
         ({"timeout": 0}, ValueError, "expected seconds > 0"),
+        ({"env": {"A=B": "x"}}, ValueError, "expected names without '='"),
+        ({"env": {"": "x"}}, ValueError, "expected names without '='"),
+        ({"env": {"A": "x\0"}}, ValueError, "values without a null character"),
     ],
 )
 def test_wrong_arguments(options, error, message):

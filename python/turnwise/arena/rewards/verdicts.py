@@ -7,10 +7,15 @@ Both readers take the text after the reasoning, without Markdown. They read only
 
 Counted things (``2 errors``), references (``rule 2``), scales (``from 1 to 10``), dates and names (``GPT-4``) are not
 values. Ranges, bounds (``at least 7``), sums, and different values without a label are refused.
+
+The time grows with the length of the text alone: white space is single, words are short, and each number is read with
+the characters near it.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 import re
 from dataclasses import dataclass
 
@@ -18,11 +23,16 @@ from turnwise.chat.thoughts import spoken
 
 # --- both -------------------------------------------------------------------------------------------------------------
 _REASONING = re.compile(r"</?(thinking|reasoning|thought|analysis)>", re.IGNORECASE)
+_SPACES = re.compile(r"[^\S\n]*+(\n)\s*+|\s++")
+_LONG_WORD = re.compile(r"\w{65,}+")
 _SAME = str.maketrans("−‐‑⁄∕：\u00a0\u202f\u2009０１２３４５６７８９", "---//:   0123456789")
 
 
 def _plain(text: str) -> str:
-    """Return the text after the reasoning, with tags as labels, and without Markdown, quotes and LaTeX."""
+    """Return the text after the reasoning, with tags as labels, and without Markdown, quotes and LaTeX.
+
+    It has no empty lines, single spaces, and no words of more than 64 letters or digits.
+    """
     text = spoken(text)
     tags = list(_REASONING.finditer(text))
     if tags:
@@ -31,12 +41,14 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\(?:boxed|fbox)\s*\{(?:\\text\s*\{)?([^{}]*)\}+", r"[[\1]]", text)
     text = re.sub(r"\[\[([^\[\]]*)\]\]|【([^【】]*)】", r"\nverdict: \1\2\n", text)
     text = re.sub(r"</\w+>", "\n", re.sub(r"<(\w+)>", r"\n\1: ", text))
-    return re.sub(r"(?m)^#+[ \t]|[*`\"“”{}\\$|]|(?<!\w)_+|_+(?!\w)|(?<!\w)['‘’]|['‘’](?!\w)", "", text)
+    text = re.sub(r"(?m)^#+[ \t]|[*`\"“”{}\\$|]|(?<!\w)_+|(?<!_)_++(?!\w)|(?<!\w)['‘’]|['‘’](?!\w)", "", text)
+    return _SPACES.sub(lambda spaces: spaces[1] or " ", _LONG_WORD.sub("…", text))
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 _NUMBER = (
-    r"(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d{1,3}(?: \d{3})+(?!\d)(?:\.\d+)?|\d+\.\d+|\.\d+|\d+)(?:[eE][+-]?\d+)?"
+    r"(?:\d{1,3}(?:,\d{3}){1,9}(?!\d)(?:\.\d+)?|\d{1,3}(?: \d{3}){1,9}(?!\d)(?:\.\d+)?|\d+\.\d+|\.\d+|\d+)"
+    r"(?:[eE][+-]?\d+)?"
 )
 _RANGE = rf"{_NUMBER}[ \t]*(?:-|–|—|\.{{2,3}}|…|to|through|and|or|,)[ \t]*{_NUMBER}"
 _NO_VALUES = re.compile(
@@ -91,6 +103,9 @@ _CONNECTED = re.compile(
     r"|scores?|ratings?|grades?|marks?))\s*$",
     re.IGNORECASE,
 )
+_NEAR = 160
+"""Characters before and after a number that say what it is."""
+
 _FINAL = re.compile(r"\b(?:final|overall|total)\b", re.IGNORECASE)
 _ALONE = re.compile(r"(?:^|\n|\b(?:so|thus|hence|therefore|finally)\b[^\w\n]*)[^\w\n]*$", re.IGNORECASE)
 
@@ -132,6 +147,8 @@ def read_number(text: str, low: float | None = None, high: float | None = None) 
             number /= score.whole
         elif high is not None and score.whole != high:
             raise _refused(text, f"a score out of high={high:g}, got one out of {score.whole:g}")
+    if not math.isfinite(number):
+        raise _refused(text, "a finite number")
     if (low is not None and number < low) or (high is not None and number > high):
         raise _refused(text, f"a score within low={low} and high={high}")
     return number
@@ -142,7 +159,10 @@ def _values(text: str) -> list[_Value]:
     text = _NO_VALUES.sub(" ", text)
     matches = []
     for match in _VALUE.finditer(text):
-        before, after = text[: match.start()], text[match.end() :]
+        # A letter stands for the text beyond, so that no line begins or ends there.
+        first, last = match.start() - _NEAR, match.end() + _NEAR
+        before = ("x" if first > 0 else "") + text[max(first, 0) : match.start()]
+        after = text[match.end() : last] + ("x" if last < len(text) else "")
         if re.search(r"\bout\s+of\s*$", before, re.IGNORECASE):  # a scale, or the denominator of a word
             continue
         label = _LABEL.search(before[-120:])
@@ -213,8 +233,8 @@ _NAMED = re.compile(
     r"(?:([AB])\b(?!\s*[=/<&]|\s+(?:or|and|vs)\b|['’]\w)(?!\s+(?!(?:because|since|as|is|was|over|by|for|with|wins|due|but)\b)[a-z])"
     r"|([ab])(?=\W*$)|(?:an?\s+)?((?i:tie|draw))\b)",
 )
-_ONLY = re.compile(rf"^\W*{_KIND}\W*([ABab])\W*$", re.MULTILINE)
-_FIRST = re.compile(rf"^[^\w\n]*{_KIND}([AB])\b[)\]]?[ \t]*[.,;–—-]", re.MULTILINE)
+_ONLY = re.compile(rf"^[^\w\n]*+(?:{_KIND.removesuffix('?')}\W*+)?([ABab])[^\w\n]*+$", re.MULTILINE)
+_FIRST = re.compile(rf"^[^\w\n]*+{_KIND}([AB])\b[)\]]?[ \t]*[.,;–—-]", re.MULTILINE)
 _COMPARED = (
     (
         re.compile(
@@ -258,25 +278,36 @@ def read_choice(text: str) -> float:
     if not named and len(set(first := _FIRST.findall(plain))) == 1:
         named = first
     verdicts = {{"A": 1.0, "B": 0.0}.get(name.upper(), 0.5) for name in named}
-    ties = [tie for tie in _TIE.finditer(plain) if not _is_negated(plain, tie.start(), tie.start())]
+    negations = _Negations(plain)
+    ties = [tie for tie in _TIE.finditer(plain) if not negations.reach(tie.start(), tie.start())]
     if not verdicts:
-        verdicts = _stated(plain, _COMPARED) | {0.5 for _ in ties} or _stated(plain, _JUDGED)
+        verdicts = _stated(plain, _COMPARED, negations) | {0.5 for _ in ties} or _stated(plain, _JUDGED, negations)
     if len(verdicts) != 1:
         raise _refused(text, "one verdict: A, B or tie")
     return verdicts.pop()
 
 
-def _stated(text: str, statements: tuple[tuple[re.Pattern[str], int], ...]) -> set[float]:
+def _stated(text: str, statements: tuple[tuple[re.Pattern[str], int], ...], negations: _Negations) -> set[float]:
     """Return the verdicts, 1 for A and 0 for B, that ``statements`` give, without negated ones."""
     return {
         float((match[1] == "A") == (side > 0))
         for pattern, side in statements
         for match in pattern.finditer(text)
-        if not _is_negated(text, match.start(), match.end())
+        if not negations.reach(match.start(), match.end())
     }
 
 
-def _is_negated(text: str, start: int, end: int) -> bool:
-    """True if the clause of ``text[start:end]`` has a negation up to its end."""
-    begin = max(text.rfind(mark, 0, start) for mark in ".!?;:\n") + 1
-    return bool(_NEGATED.search(text[begin:end]))
+class _Negations:
+    """The negations of a text, by the clauses in which they stand."""
+
+    def __init__(self, text: str) -> None:
+        self._clauses = [mark.end() for mark in re.finditer(r"[.!?;:\n]", text)]
+        found = [match.span() for match in _NEGATED.finditer(text)]
+        self._starts, self._ends = [start for start, _ in found], [end for _, end in found]
+
+    def reach(self, start: int, end: int) -> bool:
+        """True if the clause that ``start`` is in has a negation up to ``end``."""
+        clause = bisect.bisect_right(self._clauses, start)
+        begin = self._clauses[clause - 1] if clause else 0
+        place = bisect.bisect_left(self._starts, begin)
+        return place < len(self._ends) and self._ends[place] <= end

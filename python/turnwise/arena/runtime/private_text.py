@@ -22,6 +22,7 @@ copied too.
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import re
 from collections.abc import Iterable, Mapping
@@ -37,7 +38,10 @@ MIN_STATED_WORDS = 3
 """Fewer words do not count as a copied statement: they may be an item in two lists."""
 
 _TAG = re.compile(r"</?\w[^<>]*>|<\|[^<>]*\|>|\[/?\w+\]")
-_TAGGED = re.compile(r"<(\w+)[^<>]*>(?P<a>.*?)</\1>|\[(\w+)\](?P<b>.*?)\[/\3\]")
+_OPEN = re.compile(r"<(\w++)[^<>]*+>|\[(\w++)\]")
+_CLOSE = re.compile(r"</(\w++)>|\[/(\w++)\]")
+MOST_PAIRS = 1_000_000
+"""Pairs of words of a text and of what is shown of it that are compared. Its time grows with them, or faster."""
 
 
 class LeakError(RuntimeError):
@@ -158,6 +162,8 @@ def hidden_parts(text: str, shown: str) -> list[str]:
         runs = [before.split(), after.split()]
     else:
         words, left = text.split(), shown.split()
+        if len(words) * len(left) > MOST_PAIRS:
+            words, left = _middles(words, left)
         codes = difflib.SequenceMatcher(None, words, left, autojunk=False).get_opcodes()
         runs = [words[start:end] for kind, start, end, _, _ in codes if kind in ("delete", "replace")]
     return [part for run in runs for part in _parts_of(" ".join(run))]
@@ -165,12 +171,36 @@ def hidden_parts(text: str, shown: str) -> list[str]:
 
 def _parts_of(run: str) -> list[str]:
     """Return the parts of a hidden run of words that can't be mistaken for ordinary words."""
-    between = [re.sub(r"^\W+|\W+$", "", words) for words in _TAG.split(run)]
+    between = [re.sub(r"^\W+|(?<!\W)\W++$", "", words) for words in _TAG.split(run)]
     if long := [words for words in between if len(words.split()) >= MIN_HIDDEN_WORDS]:
         return long
     if len(run.split()) >= MIN_HIDDEN_WORDS:
         return [run]
-    return [tagged[0] for tagged in _TAGGED.finditer(run) if re.search(r"\w", tagged["a"] or tagged["b"] or "")]
+    closes: dict[tuple[str | None, ...], list[tuple[int, int]]] = {}
+    for close in _CLOSE.finditer(run):
+        closes.setdefault(close.groups(), []).append(close.span())
+    tagged, at = [], 0
+    for opened in _OPEN.finditer(run):
+        found = closes.get(opened.groups(), [])
+        place = bisect.bisect_left(found, (opened.end(), 0))
+        if opened.start() >= at and place < len(found):
+            start, at = found[place]
+            if re.search(r"\w", run[opened.end() : start]):
+                tagged.append(run[opened.start() : at])
+    return tagged
+
+
+def _middles(words: list[str], left: list[str]) -> tuple[list[str], list[str]]:
+    """Return what differs between the equal beginnings and ends of two long texts, the second one empty.
+
+    So all words of the first one count as hidden there.
+    """
+    pairs = enumerate(zip(words, left, strict=False))
+    first = next((place for place, (word, other) in pairs if word != other), min(len(words), len(left)))
+    most = min(len(words), len(left)) - first
+    pairs = enumerate(zip(reversed(words), reversed(left), strict=False))
+    last = min(most, next((place for place, (word, other) in pairs if word != other), most))
+    return words[first : len(words) - last], []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,7 +227,9 @@ def is_stated(text: str, part: str) -> bool:
         return False
     pattern = r"\s+".join(map(re.escape, words))
     end = r"(?!\w|[.,]\d)" if words[-1][-1] in ".!?;" else r"\s*(?:$|[\n.!?;)\]>\"'<](?!\d))"
-    return re.search(rf"(?:^|[\n.!?:;(\[>\"'])\s*{pattern}{end}", text.casefold()) is not None
+    lines = (" ".join(line.split()) for line in text.casefold().split("\n"))
+    text = "\n".join(line for line in lines if line)
+    return re.search(rf"(?:^|[\n.!?:;(\[>\"'])\s*{pattern}{end}", text) is not None
 
 
 def remove_phrases(text: str, parts: Iterable[str]) -> str:

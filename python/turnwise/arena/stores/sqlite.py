@@ -119,6 +119,9 @@ class SqliteStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _check_journal(self.path)
         with self._explained():
+            # SQLite gives its other files the mode of this one. It may be there, or be made by another process now.
+            with suppress(OSError):
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             self._database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
             # Decode damaged text without an error, so that its checksum can report it.
             self._database.text_factory = lambda text: text.decode(errors="surrogateescape")
@@ -173,7 +176,7 @@ class SqliteStore:
         """Lock the file for writing. Raises ``OSError`` if another process writes and not all of them share."""
         if self._claim is not None:
             return
-        claim = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        claim = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(claim, (fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:

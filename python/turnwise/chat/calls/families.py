@@ -101,6 +101,8 @@ class TaggedCalls(CallReader):
 
     def read(self, text: str, tools: Sequence[Tool]) -> Read:
         parts: list[str | _Call | ToolCall] = []
+        clear: list[_Call] = []
+        any_earlier = False
         at = done = seen = 0
         inside = not self._in_sections
         while step := self._patterns["step"].search(text, at):
@@ -111,7 +113,6 @@ class TaggedCalls(CallReader):
             if step.lastgroup in ("next", "end") or not inside:
                 continue
             before = text[done : step.start()]
-            earlier = [part for part in parts if isinstance(part, _Call)]
             if step.lastgroup == "open":
                 malformed, done = self._malformed(text, step)
                 parts += [before, malformed]
@@ -119,13 +120,20 @@ class TaggedCalls(CallReader):
             else:
                 call = self._call(text, step)
                 done = len(text) if call.end is None else call.end
-                unclosed = unread(self.plain(text[call.start :]), "unclosed_block", name=call.name)
-                parts += [before, unclosed if call.end is None else call]
-                is_clear = not (call.went_on and earlier)
+                is_clear = not (call.went_on and any_earlier)
                 call.is_clear &= is_clear
+                if call.end is None:
+                    parts += [before, unread(self.plain(text[call.start :]), "unclosed_block", name=call.name)]
+                else:
+                    parts += [before, call]
             # What follows may be the rest of an earlier text, which spelled the end of its call.
-            for call in earlier:
-                call.is_clear &= is_clear or not call.values
+            if not is_clear:
+                for earlier in clear:
+                    earlier.is_clear &= not earlier.values
+                clear = []
+            if isinstance(parts[-1], _Call):
+                clear.append(parts[-1])
+                any_earlier = True
             at = seen = done
         calls, kept = [], [""]
         for part in [*parts, text[done:]]:
@@ -183,10 +191,9 @@ class TaggedCalls(CallReader):
     def _malformed(self, text: str, opened: re.Match[str]) -> tuple[ToolCall, int]:
         """Return a call that has no name and arguments behind its mark, and its end."""
         closed = self._patterns["close"].search(text, opened.end())
-        following = next(
-            (m for m in self._patterns["step"].finditer(text, opened.end()) if m.lastgroup == "call"), None
-        )
-        if closed is not None and (following is None or closed.start() < following.start()):
+        steps = self._patterns["step"].finditer(text, opened.end(), len(text) if closed is None else closed.start())
+        following = next((step for step in steps if step.lastgroup == "call"), None)
+        if closed is not None and following is None:
             return unread(self.plain(text[opened.start() : closed.end()]), "malformed_structure"), closed.end()
         end = len(text) if following is None else following.start()
         return unread(self.plain(text[opened.start() : end]), "unclosed_block"), end
@@ -222,8 +229,9 @@ class TaggedCalls(CallReader):
 
     def _unclosed_in(self, text: str, start: int, end: int, known: Mapping[str, Any]) -> str:
         """Return the ``known`` argument that a value opens and doesn't end: the value's own end mark was forgotten."""
+        last = max((mark.start() for mark in self._patterns["end_argument"].finditer(text, start, end)), default=-1)
         for opened in self._patterns["argument"].finditer(text, start, end):
-            if opened[1].strip() in known and not self._patterns["end_argument"].search(text, opened.end(), end):
+            if opened[1].strip() in known and last < opened.end():
                 starts_line = self._tight or text[opened.start() - 1] == "\n"
                 if starts_line and (not self._breaks or text.startswith("\n", opened.end())):
                     return str(opened[1].strip())
@@ -366,7 +374,7 @@ _DEEPSEEK = partial(
 )
 _KIMI = partial(
     JsonCalls,
-    begin=r"«<|tool_call_begin|>»(?:\s*(?:[^\s.:\ud800-\udfff]*\.)?([^\s:\ud800-\udfff]*)(?::\d+)?\s*"
+    begin=r"«<|tool_call_begin|>»(?:\s*(?:[^\s.:<\ud800-\udfff]*+\.)?([^\s:<\ud800-\udfff]*+)(?::\d+)?\s*"
     r"«<|tool_call_argument_begin|>»)?",
     end="«<|tool_call_end|>»",
     section="«<|tool_calls_section_begin|>»",

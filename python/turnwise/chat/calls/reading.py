@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -168,10 +169,10 @@ class JsonCalls(CallReader):
         end = self._patterns["end"]
         if closed := end.match(text, behind_space(text, stop)):
             return found, problem, closed, closed.end()
-        closed = end.search(text, stop)
         # Behind a whole object, another call may begin. In a broken one, its mark may be part of a text.
         following = None if problem else self._patterns["begin"].search(text, stop)
-        if following is not None and (closed is None or following.start() < closed.start()):
+        closed = end.search(text, stop, len(text) if following is None else following.start())
+        if following is not None and closed is None:
             return found, problem, None, following.start()
         return found, problem or "text follows the JSON", closed, len(text) if closed is None else closed.end()
 
@@ -266,7 +267,7 @@ def json_at(text: str, start: int, *, whole: bool = False) -> tuple[Any, int, st
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice!r} is there twice")
     return found
 

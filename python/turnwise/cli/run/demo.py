@@ -41,6 +41,7 @@ from turnwise.train.log.run_log import RunLog, read_metrics
 from turnwise.train.run_folder import check_not_running
 from turnwise.train.validate import config_from_dict, load_config
 from turnwise.utils import output
+from turnwise.utils.files import make_private
 
 TEAM, UNTRAINED = "team, trained", "team, untrained"
 
@@ -245,7 +246,7 @@ def prepare(out: Path, demo: Mapping[str, Any], say: Callable[[str], None]) -> N
         check_not_running(out)
         say(f"{out}: the earlier demo there is deleted; --out names another folder")
         shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_private(out)
     marker.write_text(wanted)
 
 

@@ -14,9 +14,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,15 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which a repeated request may succeed."""
 
 CONNECT_SECONDS = 10.0
+
+MOST_ANSWER = 2**24
+"""The most bytes of an answer, decompressed."""
+
+MOST_KEY = 2**12
+"""The most bytes of a key."""
+
+LONGEST_WAIT = 600.0
+"""The most seconds that a ``Retry-After`` counts for."""
 
 
 class EndpointError(ModelError):
@@ -144,10 +153,11 @@ class Endpoint:
         query: Mapping[str, str] | None = None,
         reads: bool = True,
         timeout: float | None = None,
+        most: int = MOST_ANSWER,
     ) -> Any:
         """Return the decoded JSON of the answer; ``None`` if it is empty or ``reads`` is false.
 
-        Raises :class:`EndpointError`.
+        Raises :class:`EndpointError`, also for an answer of more than ``most`` bytes.
         """
         aiohttp = self._aiohttp
         where = f"{method} {self.url}{path}"
@@ -161,7 +171,11 @@ class Endpoint:
         }
         try:
             async with self._open_session().request(method, self.url + path, **options) as answer:
-                content = await answer.read()
+                content = bytearray()
+                async for piece in answer.content.iter_any():
+                    content += piece
+                    if len(content) > most:
+                        raise EndpointError(f"{where} answered more than {most} bytes")
                 if answer.status >= 300:
                     self._reject(where, answer.status, answer.headers, content)
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
@@ -180,11 +194,11 @@ class Endpoint:
             return None
         try:
             return json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             start = content[:80].decode(errors="replace")
             raise EndpointError(f"{where} answered no JSON ({error}): {start!r}") from None
 
-    def _reject(self, where: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
+    def _reject(self, where: str, status: int, headers: Mapping[str, str], content: bytes | bytearray) -> None:
         message = error_message(content)
         if status < 400:
             target = headers.get("Location", "")[:200]
@@ -212,7 +226,8 @@ class Endpoint:
         if self._session is None:
             # Servers end idle connections after 5 seconds.
             connector = self._aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
-            self._session = self._aiohttp.ClientSession(connector=connector)
+            cookies = self._aiohttp.DummyCookieJar()
+            self._session = self._aiohttp.ClientSession(connector=connector, cookie_jar=cookies)
             self.thread.at_end.append(self._session.close)
         return self._session
 
@@ -238,6 +253,15 @@ def aiohttp_or_raise() -> Any:
     return aiohttp
 
 
+@contextmanager
+def reading(where: str, expected: str) -> Iterator[None]:
+    """Raise :class:`EndpointError` where the block finds that an answer of ``where`` is not what is ``expected``."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        raise EndpointError(f"{where} answered something else ({str(error)[:80]}): expected {expected}") from error
+
+
 def parse_server_url(url: str) -> tuple[str, str]:
     """Split ``url`` into the server's address and the path of OpenAI's API: ``/v1``, unless ``url`` has another path.
 
@@ -251,28 +275,28 @@ def parse_server_url(url: str) -> tuple[str, str]:
     return plain.removesuffix("/v1"), "/v1" if below else ""
 
 
-def error_message(content: bytes) -> str:
+def error_message(content: bytes | bytearray) -> str:
     """Find the error message of an answer in the form of OpenAI's API or FastAPI, else its first 300 characters."""
     text = content.decode(errors="replace").strip()
     try:
         error = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:300] or "(no text)"
     code = None
     for key in ("error", "message", "detail"):
         if isinstance(error, dict) and key in error:
             code, error = error.get("code"), error[key]
-    message = error if isinstance(error, str) else str(error)[:300]
-    return f"{message} ({code})" if isinstance(code, str) else message
+    message = error[:2000] if isinstance(error, str) else str(error)[:300]
+    return f"{message} ({code[:100]})" if isinstance(code, str) else message
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
     """The seconds that the server asks to wait, given as seconds or as a date; 0 if it gave neither."""
     given = headers.get("Retry-After", "").strip()
     with suppress(ValueError):
-        return max(0.0, float(given))
-    with suppress(ValueError):
-        return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
+        return min(max(0.0, float(given)), LONGEST_WAIT)
+    with suppress(ValueError, OverflowError):
+        return min(max(0.0, parsedate_to_datetime(given).timestamp() - time.time()), LONGEST_WAIT)
     return 0.0
 
 
@@ -297,10 +321,12 @@ def key_file(url: str) -> Path:
 
 def read_key(path: Path) -> str | None:
     """Read the key that :func:`write_key` wrote. ``None`` if the file is missing or others could have written it."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would else wait for its writer
     try:
         with open(os.open(path, flags), encoding="ascii") as file:
-            return file.read().rstrip("\n") if _is_private(os.fstat(file.fileno())) else None
+            entry, folder = os.fstat(file.fileno()), path.parent.lstat()
+            is_ours = stat.S_ISREG(entry.st_mode) and stat.S_ISDIR(folder.st_mode) and _is_private(folder)
+            return file.read(MOST_KEY).rstrip("\n") if is_ours and _is_private(entry) else None
     except (OSError, UnicodeDecodeError):
         return None
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -22,6 +24,8 @@ SHARE = 2
 """All listeners of a process together have half of the files that it may open."""
 PROVE_SECONDS = 30.0
 """Seconds until a connection must have shown a key."""
+STALL_SECONDS, LEAST_TAKEN = 120.0, 2**14
+"""Seconds in which a client must take that many bytes, while more wait for it."""
 PAUSE = 0.1
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _open: set[_Connection] = set()
@@ -36,6 +40,7 @@ class _Connection(asyncio.Protocol):
         self.transport: Any = None
         self.proved = False
         self.timer: asyncio.TimerHandle | None = None
+        self.stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -53,8 +58,9 @@ class _Connection(asyncio.Protocol):
         self.inner.connection_lost(error)
 
     def left(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+        for timer in (self.timer, self.stall):
+            if timer is not None:
+                timer.cancel()
         _open.discard(self)
         self.listener.connections.pop(self, None)
         self.listener.by_transport.pop(self.transport, None)
@@ -67,9 +73,23 @@ class _Connection(asyncio.Protocol):
         return self.inner.eof_received()
 
     def pause_writing(self) -> None:
+        self._watch(self.transport.get_write_buffer_size())
         self.inner.pause_writing()
 
+    def _watch(self, waiting: int) -> None:
+        self.stall = asyncio.get_running_loop().call_later(STALL_SECONDS, self._check_stall, waiting)
+
+    def _check_stall(self, before: int) -> None:
+        """Close the connection if its client has hardly taken anything."""
+        waiting = self.transport.get_write_buffer_size()
+        if waiting > before - LEAST_TAKEN:
+            self.transport.abort()
+        else:
+            self._watch(waiting)
+
     def resume_writing(self) -> None:
+        if self.stall is not None:
+            self.stall.cancel()
         self.inner.resume_writing()
 
 
@@ -153,6 +173,39 @@ class Listener:
         return stranger is not None
 
 
+def http_log(name: str) -> logging.Logger:
+    """Return a logger for aiohttp's server, which says in one quiet line that a client sent no HTTP or broke off."""
+    http = logging.getLogger(f"{name}.http")
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        # By name, as this module needs no aiohttp. The error's text may show a key.
+        if not any(kind.__name__ in ("HttpProcessingError", "ConnectionError") for kind in type(error).__mro__):
+            return True
+        log.info("a client's connection broke, or it sent no HTTP: %s", type(error).__name__)
+        return False
+
+    http.filters[:] = [is_ours]
+    return http
+
+
+def is_known_host(headers: Iterable[tuple[bytes, bytes]], names: Container[str]) -> bool:
+    """True if the one ``Host`` header of a request is an address, or one of ``names`` (in lower case).
+
+    A web page can make a browser send only its own name, which may point to this machine (DNS rebinding).
+    """
+    given = [value for name, value in headers if name.lower() == b"host"]
+    match = re.fullmatch(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?", given[0].decode("latin-1")) if len(given) == 1 else None
+    if match is None:
+        return False
+    name = match[1].strip("[]").removesuffix(".").lower()
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in names
+    return True
+
+
 def _budget() -> int:
     try:
         import resource
@@ -168,15 +221,19 @@ def _warn_once(kind: str, text: str, *values: object) -> None:
         log.warning(text, *values)
 
 
-async def tcp_sockets(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on the addresses of ``host``. Raises ``OSError`` for a port that is taken."""
+async def tcp_sockets(host: str, port: int, shared: bool = False) -> list[socket.socket]:
+    """Return sockets that listen on the addresses of ``host``. Raises ``OSError`` for a port that is taken.
+
+    With ``shared``, another socket of this user may keep the port, if it lets others have it and doesn't listen.
+    """
+    options = {"reuse_port": shared and hasattr(socket, "SO_REUSEPORT")}
     found = await asyncio.get_running_loop().getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
     sockets: list[socket.socket] = []
     try:
         for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-            sockets.append(socket.create_server(address[:2], family=family, backlog=1024))
+            sockets.append(socket.create_server(address[:2], family=family, backlog=1024, **options))
             sockets[-1].setblocking(False)
     except BaseException:
         for one in sockets:

@@ -30,11 +30,12 @@ from turnwise.inference.common.base import (
     stop_token_ids,
 )
 from turnwise.inference.common.hf_model import tokens_of
-from turnwise.inference.common.http import Endpoint, EndpointError
+from turnwise.inference.common.http import Endpoint, EndpointError, reading
 from turnwise.inference.common.proxies import is_loopback
 from turnwise.inference.server.launch import LOAD
 from turnwise.inference.server.remote import (
     GENERATE,
+    MOST_GENERATED,
     Adapters,
     RemoteServer,
     ServerCompletion,
@@ -209,7 +210,9 @@ class VLLMServerClient(GatedScoringClient):
         Empty if the server doesn't count or answer, or the client is closed.
         """
         try:
-            peaks = self._blocking_result(self._thread.submit(self._endpoint.ask("GET", LOAD, timeout=LOAD_SECONDS)))
+            said = self._blocking_result(self._thread.submit(self._endpoint.ask("GET", LOAD, timeout=LOAD_SECONDS)))
+            with reading(f"GET {self._endpoint.url}{LOAD}", "numbers"):
+                peaks = {name: float(said[name]) for name in (*PEAKS, "preemptions")}
         except ModelError:
             return {}
         self._stats["preemptions"] = max(peaks.pop("preemptions"), self._stats.get("preemptions", 0))
@@ -260,7 +263,7 @@ class VLLMServerClient(GatedScoringClient):
         if self._unusable is not None:
             raise ModelError(self._unusable)
         try:
-            content = await self._endpoint.ask("POST", GENERATE, body=body)
+            content = await self._endpoint.ask("POST", GENERATE, body=body, most=MOST_GENERATED)
         except EndpointError as error:
             raise sampling_error(error, body["model"]) from error
         limit = body["sampling_params"]["max_tokens"]
@@ -391,6 +394,9 @@ STATS = {
 }
 """The totals of :meth:`VLLMServerClient.stats`. ``preemptions`` is one too, as last read by ``peaks``: how often a
 request lost its keys and values, to a full cache or to new weights in flight, and recomputed them."""
+
+PEAKS = ("running", "waiting", "kv_cache_use")
+"""Peaks that a server reports: see :class:`~turnwise.inference.server.launch.EngineLoad`."""
 
 LOAD_SECONDS = 5.0
 """The most seconds in which a server must report its engine's load."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import re
 import runpy
 import select
 import signal
@@ -17,9 +16,9 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from ipaddress import ip_address
 from typing import Any
 
+from turnwise.inference.common.listening import is_known_host
 from turnwise.inference.vllm.worker import computes_on_cpu
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -77,7 +76,7 @@ class Admission:
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Status and message for a request that is refused; ``None`` for one that may pass."""
-        if not self._knows_host(_values(scope, b"host")):
+        if not is_known_host(scope["headers"], self._hosts):
             return 400, "the Host header names another server: use its address, or start it with this --allowed-host"
         method, path = scope["method"], scope["path"]
         if (method, path) == ("GET", "/health"):
@@ -88,17 +87,6 @@ class Admission:
         if path not in ROUTES.get(method, ()):
             return 404, "turnwise serve has no such route"
         return None
-
-    def _knows_host(self, given: list[bytes]) -> bool:
-        match = re.fullmatch(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?", given[0].decode("latin-1")) if len(given) == 1 else None
-        if match is None:
-            return False
-        name = match[1].strip("[]").removesuffix(".").lower()
-        try:
-            ip_address(name)
-        except ValueError:
-            return name in self._hosts
-        return True
 
 
 class EngineLoad:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from turnwise.inference.common.http import Endpoint
+from turnwise.inference.common.http import Endpoint, reading
 from turnwise.inference.server.client import VLLMServerClient
 from turnwise.types import ModelError, Tokenizer
 
@@ -87,7 +87,9 @@ class VLLMServerReader(VLLMServerClient):
             async with asyncio.timeout(self._wait):
                 while True:
                     self._update.clear()
-                    label = (await self._endpoint.ask("GET", "/weight_info"))["weight_version"]
+                    answer = await self._endpoint.ask("GET", "/weight_info")
+                    with reading(f"GET {self._endpoint.url}/weight_info", "weight_version"):
+                        label = str(answer["weight_version"])
                     if label in self._server.sent:
                         return
                     await self._update.wait()

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from turnwise.inference.common.http import Endpoint, EndpointError
+from turnwise.inference.common.http import Endpoint, EndpointError, reading
 from turnwise.inference.common.routed_experts import experts_from_text
+from turnwise.inference.server.launch import RPC
 from turnwise.inference.weights.lora import AdapterFiles
 from turnwise.inference.weights.weight_block import WeightHandle
 from turnwise.types import ContextLengthError, FinishReason, ModelError, RoutedExperts
@@ -21,6 +22,9 @@ from turnwise.utils.threads import to_thread
 T = TypeVar("T")
 
 GENERATE = "/inference/v1/generate"
+
+MOST_GENERATED = 2**28
+"""The most bytes of an answer with tokens, whose scores and experts take many."""
 
 START_LABEL = "default"
 """The label that vLLM stamps on tokens until a client sets another."""
@@ -70,23 +74,19 @@ class RemoteServer:
     async def connect(self, takes_weights: bool) -> None:
         """Read the server's description into ``info``. Without ``takes_weights``, a plain vLLM server is enough."""
         listed = await self._endpoint.ask("GET", "/v1/models")
-        try:
+        where = f"GET {self._endpoint.url}/v1/models"
+        with reading(f"{where} answered {str(listed)[:80]}", "data[0] with id and max_model_len, as vLLM has them"):
             served = listed["data"][0]
             name, context_length = str(served["id"]), int(served["max_model_len"])
-        except (TypeError, KeyError, IndexError, ValueError) as error:
-            raise EndpointError(
-                f"GET {self._endpoint.url}/v1/models answered {str(listed)[:80]}: expected data[0] with id and "
-                "max_model_len, as vLLM has them"
-            ) from error
         try:
             described = await self._describe()
         except EndpointError:
             if takes_weights:
                 raise
             described = {"vocabulary": 2**31, "dtype": None, "model": {}}
-        self.info = ServerInfo(
-            name, context_length, int(described["vocabulary"]), described["dtype"], described["model"]
-        )
+        with reading(f"{self._endpoint.url}{RPC}", "a description of the model"):
+            vocabulary, dtype, model = int(described["vocabulary"]), described["dtype"], dict(described["model"])
+        self.info = ServerInfo(name, context_length, vocabulary, None if dtype is None else str(dtype), model)
 
     async def limit_head(self) -> None:
         """Let the server sample tokens alone, not the rows of its head after them; it forgets this in a restart."""
@@ -119,13 +119,13 @@ class RemoteServer:
         Raises :class:`EndpointError` if another client has sent it weights.
         """
         answer = await self._endpoint.ask("GET", "/weight_info")
-        label = answer.get("weight_version") if isinstance(answer, dict) else None
+        label = str(answer.get("weight_version")) if isinstance(answer, dict) else None
         if label in self.sent:
             return True
         if label != START_LABEL and not str(label).startswith(self._mark):
             raise EndpointError(
-                f"{self._endpoint.url} holds weights that another client sent (label {label!r}): a server can take "
-                "weights from one client at a time"
+                f"{self._endpoint.url} holds weights that another client sent (label {str(label)[:80]!r}): a server "
+                "can take weights from one client at a time"
             )
         return False
 
@@ -167,33 +167,38 @@ class RemoteServer:
         server's own endpoint for that would read it again for every token.
         """
         listed = await self._endpoint.ask("GET", "/v1/models")
-        served = adapter.name in {model["id"] for model in listed["data"]}
+        with reading(f"GET {self._endpoint.url}/v1/models", "the list of models"):
+            served = adapter.name in {model["id"] for model in listed["data"]}
         if served and adapter.name in self._numbers:
             await self._call_worker("turnwise_adapter", self._numbers[adapter.name], adapter.name, str(adapter.folder))
             return
         if served:  # the server loaded it, but its answer was lost
             await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name}, reads=False)
-        before = set((await self._describe())["adapters"])
+        before = await self._adapter_numbers()
         asked = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
         await self._post("/v1/load_lora_adapter", asked, reads=False)
-        added = set((await self._describe())["adapters"]) - before
+        added = await self._adapter_numbers() - before
         if len(added) != 1:
             raise EndpointError(f"{self._endpoint.url} has {len(added)} new adapters: expected {adapter.name!r} alone")
         [self._numbers[adapter.name]] = added
 
+    async def _adapter_numbers(self) -> set[int]:
+        described = await self._describe()
+        with reading(f"{self._endpoint.url}{RPC}", "the numbers of the adapters"):
+            return set(map(int, described["adapters"]))
+
     async def _describe(self) -> dict[str, Any]:
         """The first worker's result of ``turnwise_describe``."""
-        [described, *_] = await self._call_worker("turnwise_describe")
-        return described
+        results = await self._call_worker("turnwise_describe")
+        with reading(f"{self._endpoint.url}{RPC}", "a description of each worker's model"):
+            return dict(results[0])
 
     async def _call_worker(self, method: str, *arguments: Any) -> list[Any]:
         """Call ``method`` of each worker, and return the results."""
-        answer = await self._post("/collective_rpc", {"method": method, "args": list(arguments)})
+        answer = await self._post(RPC, {"method": method, "args": list(arguments)})
         if not isinstance(answer, dict) or not answer.get("results"):
-            raise EndpointError(
-                f"{self._endpoint.url}/collective_rpc of {method} answered {answer!r}: expected results"
-            )
-        return answer["results"]
+            raise EndpointError(f"{self._endpoint.url}{RPC} of {method} answered {str(answer)[:80]}: expected results")
+        return _FieldReader(f"{self._endpoint.url}{RPC} of {method}").typed(answer["results"], list, "results")
 
     async def _post(
         self,
@@ -276,14 +281,15 @@ def read_completion(content: Any, where: str, limit: int, vocabulary: int) -> Se
     for token in token_ids:
         reader.whole(token, "choices[0].token_ids", 0, vocabulary - 1)
     reason = choice.get("finish_reason")
-    if reason not in FINISHED:
+    if not isinstance(reason, str) or reason not in FINISHED:
         raise reader.wrong("choices[0].finish_reason", reason, f"one of {sorted(FINISHED)}")
     # The server may leave out the count of cached tokens; it then counts as 0.
     usage = answer.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
     logprobs, labels = _logprobs(reader, choice, token_ids), _labels(reader, choice, len(token_ids))
-    return ServerCompletion(token_ids, logprobs, FINISHED[reason], labels, cached if type(cached) is int else 0)
+    counted = cached if type(cached) is int and 0 <= cached < 2**31 else 0
+    return ServerCompletion(token_ids, logprobs, FINISHED[reason], labels, counted)
 
 
 def _logprobs(reader: _FieldReader, choice: dict[str, Any], token_ids: list[int]) -> list[float]:
@@ -297,7 +303,7 @@ def _logprobs(reader: _FieldReader, choice: dict[str, Any], token_ids: list[int]
         if reader.typed(entry, dict, field).get("token_id") != token:
             raise reader.wrong(f"{field}.token_id", entry.get("token_id"), f"{token}, as in choices[0].token_ids")
         value = entry.get("logprob")
-        if type(value) not in (int, float) or not math.isfinite(value) or not FLOOR < value <= 0:
+        if type(value) not in (int, float) or not FLOOR < value <= 0:
             raise reader.wrong(f"{field}.logprob", value, f"a number from {FLOOR} (excluded) to 0")
     return [float(entry["logprob"]) for entry in content]
 
@@ -329,7 +335,7 @@ def read_experts(content: Any, where: str, passed: int) -> RoutedExperts:
         )
     try:
         experts = RoutedExperts(experts_from_text(text))
-    except (ValueError, TypeError, EOFError) as error:
+    except (ValueError, TypeError) as error:
         raise reader.wrong(field, text, f"an array of experts as vLLM writes it ({error})") from error
     if len(experts.ids) != passed:
         raise reader.wrong(field, f"the experts of {len(experts.ids)} tokens", f"those of {passed}: all but the last")

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -67,7 +68,9 @@ class ModelServer:
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.settings, self._say, self._log = settings, say, log
-        self.port = _free_port(settings)
+        self._place = _reserved(settings)
+        self.port = self._place.getsockname()[1]
+        self._leave = weakref.finalize(self, self._place.close)
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(settings.host, settings.host)
         self.url = f"http://{host}:{self.port}"
         self.key_file = key_file(self.url) if settings.api_key_env is None else None
@@ -162,6 +165,7 @@ class ModelServer:
             self.failure = f"the server could not be watched: {error!r}"
             raise
         finally:
+            self._leave()
             self._over.set()
 
     def _serve_once(self) -> str:
@@ -259,16 +263,33 @@ def _environment(settings: ServeSettings, key: str) -> dict[str, str]:
     return {**os.environ, **SERVER_ENVIRONMENT, **variables}
 
 
-def _free_port(settings: ServeSettings) -> int:
-    """The port to bind. Raises ``OSError`` if it is in use or the host is not an address of this machine."""
+def _reserved(settings: ServeSettings) -> socket.socket:
+    """Bind the port, and keep it for the server, which binds it again seconds later and after each restart.
+
+    Another user could else take the port in between, and would get the key. The socket doesn't listen, so that all
+    connections reach the server. Raises ``OSError`` if the port is in use, or the host is no address of this machine.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as error:
-            raise OSError(f"host={settings.host!r}, port={settings.port}: can't serve there: {error}") from error
-        return probe.getsockname()[1]
+    port = settings.port
+    try:
+        for keeps in (False, True):  # the first fails if another server of this user listens there
+            place = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if keeps and hasattr(socket, "SO_REUSEPORT"):
+                    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for processes of this user alone
+                place.bind((settings.host, port))
+                port = place.getsockname()[1]
+                if keeps:
+                    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # no one else may listen there
+                    return place
+            except BaseException:
+                place.close()
+                raise
+            place.close()
+    except OSError as error:
+        raise OSError(f"host={settings.host!r}, port={settings.port}: can't serve there: {error}") from error
+    raise AssertionError("not reached")
 
 
 def is_healthy(url: str, timeout: float) -> bool:

@@ -86,6 +86,11 @@ class TransformersEngine(TransformersClient):
         """Most tokens of a prompt and its completion together."""
         return self._policies[self.name].context_length or 2**31
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self._config.vocab_size)
+
     def describe(self) -> dict[str, Any]:
         """Describe the model as turnwise's worker does."""
         config = self._config

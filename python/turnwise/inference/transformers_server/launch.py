@@ -44,12 +44,13 @@ async def start(routes: Routes, host: str, port: int) -> web.AppRunner:
     """Listen for requests to ``routes``. Raises ``OSError`` for a port that is taken."""
     from aiohttp import web
 
-    from turnwise.inference.common.listening import Listener, tcp_sockets
+    from turnwise.inference.common.listening import Listener, http_log, tcp_sockets
 
     app = routes.app()
     # Without handler_cancellation a client that hangs up would leave its request running.
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    sockets = await tcp_sockets(host, port)
+    options: dict[str, Any] = {"auto_decompress": False, "logger": http_log(__name__)}
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, **options)
+    sockets = await tcp_sockets(host, port, shared=True)
 
     async def close(_: web.Application) -> None:
         if routes.listener is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,12 @@ from turnwise.utils.threads import to_thread
 
 MOST_BYTES = 2**26
 """The most bytes of a request: prompts of several million tokens."""
+
+LONG = 2**16
+"""Bytes of a request from which on it is read in a thread."""
+
+MOST_VALUES = 1000
+"""Lists and objects of a request, whose tokens are numbers."""
 
 SAMPLING = {
     "temperature": (int, float), "max_tokens": (int,), "stop_token_ids": (list,), "ignore_eos": (bool,), "seed": (int,),
@@ -90,9 +97,10 @@ class Routes:
     # -- sampling ------------------------------------------------------------------------------------------------------
     async def generate(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        model = body.get("model") or self._engine.name
+        model = str(body.get("model") or self._engine.name)
         self._engine.check_served(model)
-        asked = ModelRequest(_ids(body, "token_ids"), _sampling(body.get("sampling_params")), policy=model)
+        sampling = _sampling(body.get("sampling_params"), self._engine.vocabulary)
+        asked = ModelRequest(_ids(body, "token_ids"), sampling, policy=model)
         try:
             [response] = await self._engine.generate([asked])
             scores = await self._scores(asked) if "prompt_logprobs" in body["sampling_params"] else {}
@@ -181,6 +189,7 @@ class Routes:
 # -- requests and errors -----------------------------------------------------------------------------------------------
 STATUSES: dict[type[Exception], int] = {
     PermissionError: 403,
+    OverflowError: 400,
     UnknownModelError: 404,
     ContextLengthError: 400,
     ValueError: 400,
@@ -218,10 +227,20 @@ def _error(status: int, message: str) -> web.Response:
 async def _body(request: web.Request) -> Mapping[str, Any]:
     if not request.can_read_body:
         return {}
-    body = await request.json()  # raises ValueError for what is no JSON
+    text = await request.read()
+    if text.count(b"[") + text.count(b"{") > MOST_VALUES:
+        raise ValueError(f"the request has more than {MOST_VALUES} lists and objects")
+    try:
+        body = await to_thread(_parsed, text) if len(text) >= LONG else _parsed(text)
+    except RecursionError:
+        raise ValueError("the request is nested too deeply") from None
     if not isinstance(body, dict):
         raise ValueError("the request is no JSON object")
     return body
+
+
+def _parsed(text: bytes) -> Any:
+    return json.loads(text.decode())  # raises ValueError for what is no JSON
 
 
 def _text(body: Mapping[str, Any], field: str) -> str:
@@ -237,7 +256,7 @@ def _ids(body: Mapping[str, Any], field: str) -> list[int]:
     return ids
 
 
-def _sampling(given: Any) -> Sampling:
+def _sampling(given: Any, vocabulary: int) -> Sampling:
     """Read sampling parameters. Raises ``ValueError`` for one that the engine doesn't know, or can't serve."""
     if not isinstance(given, dict):
         raise ValueError(f"sampling_params={str(given)[:80]}: expected an object")
@@ -250,6 +269,8 @@ def _sampling(given: Any) -> Sampling:
     for name, value in {**FIXED, "prompt_logprobs": 0}.items():
         if given.get(name, 0 if name == "prompt_logprobs" else None) != value:
             raise ValueError(f"sampling_params.{name}={given.get(name)!r}: expected {value!r}")
-    stops = tuple(_ids(given, "stop_token_ids"))
+    stops = tuple(token for token in _ids(given, "stop_token_ids") if 0 <= token < vocabulary)  # others never come
     plain = {name: given[name] for name in ("temperature", "max_tokens", "seed") if name in given}
+    if "temperature" in plain:
+        plain["temperature"] = float(plain["temperature"])  # a larger one would fail the whole batch
     return Sampling(stop_token_ids=stops, **plain)

@@ -44,6 +44,9 @@ ATTEMPTS = 3
 MAX_HANDSHAKES = 64
 """The most connections at the same time that have not yet proved that they know the key; the oldest gives way."""
 
+MOST_REFUSALS = 10
+"""Refused connections that are shown."""
+
 CHUNK = 2**24
 """Bytes that go to a single receiver at once."""
 
@@ -98,6 +101,7 @@ class Hub:
         self._last_asked, self._expected = 0.0, 0
         self._strangers: dict[socket.socket, None] = {}  # that have proved nothing yet, the oldest first
         self._is_full = False
+        self._refused = 0
         self._store: GroupStore = GroupStore()
         self._group: BroadcastGroup | None = None
         self._in_group: list[Peer] = []
@@ -168,21 +172,24 @@ class Hub:
                     with suppress(OSError):
                         oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
                 self._strangers[connection] = None
-            threading.Thread(target=self._receive, args=(connection,), name="turnwise-receiver", daemon=True).start()
+            try:
+                threading.Thread(
+                    target=self._receive, args=(connection,), name="turnwise-receiver", daemon=True
+                ).start()
+            except RuntimeError as error:  # no thread is left
+                self._refuse(connection, f"a receiver of weights could not be served: {error}")
 
     def _receive(self, connection: socket.socket) -> None:
         """Admit a receiver, and listen to it until it ends."""
         try:
             wire = admit(connection, self._key, self._mark)
             wire.limit_writes(self._limits.deadline)
-        except (OSError, WrongKey) as error:
+        except Exception as error:  # whatever a stranger sent
             stranger = "" if isinstance(error, WrongKey) else "a connection is not that of a receiver of weights: "
-            warnings.warn(f"{stranger}{error}", stacklevel=2)
-            connection.close()
+            self._refuse(connection, f"{stranger}{error}")
             return
-        finally:
-            with self._changed:
-                self._strangers.pop(connection, None)
+        with self._changed:
+            self._strangers.pop(connection, None)
         peer = Peer(wire)
         with self._changed:
             if self._closed:
@@ -196,6 +203,17 @@ class Hub:
             self._lose(peer, str(error), leaves=isinstance(error, OSError))
         finally:
             wire.close()
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        """Close a stranger's connection. The first few are shown, as each could else be a line of the log."""
+        connection.close()
+        with self._changed:
+            self._strangers.pop(connection, None)
+            self._refused += 1
+            count = self._refused
+        if count <= MOST_REFUSALS:
+            last = "" if count < MOST_REFUSALS else "; further ones are not shown"
+            warnings.warn(f"{reason}{last}", stacklevel=2)
 
     def _handle(self, peer: Peer, frame: Frame) -> None:
         if "ask" in frame:

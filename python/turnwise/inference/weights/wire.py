@@ -156,6 +156,10 @@ def proof_of(key: str, *values: Any) -> str:
     return hmac.new(key.encode(), json.dumps(values).encode(), hashlib.sha256).hexdigest()
 
 
+def _is_equal(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="backslashreplace"), expected.encode())
+
+
 def admit(connection: socket.socket, key: str, mark: str) -> Wire:
     """Return the wire of a new ``connection`` to the sender ``mark`` once it has proved that it knows ``key``.
 
@@ -167,7 +171,7 @@ def admit(connection: socket.socket, key: str, mark: str) -> Wire:
     wire.send(turnwise=PROTOCOL, number=ours)
     answer = wire.receive(HANDSHAKE_SECONDS, MAX_HANDSHAKE_BYTES)
     theirs, proof = str(answer.get("number")), str(answer.get("proof"))
-    if not hmac.compare_digest(proof.encode(), proof_of(key, "receiver", mark, ours, theirs).encode()):
+    if not _is_equal(proof, proof_of(key, "receiver", mark, ours, theirs)):
         wire.send(refused="it does not have the sender's key")
         raise WrongKey(f"{wire.there} asked for weights with a wrong key")
     wire.send(proof=proof_of(key, "sender", mark, ours, theirs))
@@ -185,7 +189,7 @@ def join(host: str, port: int, key: str, mark: str) -> Wire:
         wire.send(number=ours, proof=proof_of(key, "receiver", mark, number, ours))
         answer = wire.receive(HANDSHAKE_SECONDS, MAX_HANDSHAKE_BYTES)
         expected = proof_of(key, "sender", mark, number, ours)
-        if "refused" in answer or not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()):
+        if "refused" in answer or not _is_equal(str(answer.get("proof")), expected):
             raise WrongKey(
                 f"the key of this process is not that of the sender of weights at {host}:{port}: it comes from the "
                 f"weight handle, or from {KEY_VARIABLE}, which must be the same in all processes of a run"

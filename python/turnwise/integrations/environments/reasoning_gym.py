@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from random import Random
@@ -86,8 +85,10 @@ class ReasoningGymEpisode(SingleTurnEpisode):
     def _answer(self, text: str) -> tuple[str | None, str]:
         """Return the answer in ``text`` and why there is none: the last one in tags, else the whole text."""
         if self.parse is None:
-            answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-            return (answers[-1] if answers else text).strip(), ""
+            answer, at = text, 0
+            while (start := text.find("<answer>", at)) >= 0 and (end := text.find("</answer>", start)) >= 0:
+                answer, at = text[start + len("<answer>") : end], end
+            return answer.strip(), ""
         try:
             with parsing():
                 answer = self.parse(text, None)

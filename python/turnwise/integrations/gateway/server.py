@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import logging
 import secrets
@@ -19,14 +18,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from turnwise.arena import Arena
 from turnwise.arena.runner import create_context
 from turnwise.arena.runtime.context import use_context
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError, well_formed_texts
-from turnwise.inference.common.listening import Listener, tcp_sockets, unix_socket
+from turnwise.inference.common.listening import Listener, http_log, is_known_host, tcp_sockets, unix_socket
 from turnwise.inference.common.proxies import LOOPBACK
 from turnwise.integrations.gateway.calls import Attempt, GatewayCall
 from turnwise.integrations.gateway.children import ChildSession
@@ -38,19 +36,6 @@ from turnwise.types import EpisodeRequest
 from turnwise.utils.threads import to_thread
 
 log = logging.getLogger(__name__)
-http_log = logging.getLogger(f"{__name__}.http")
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Log one quiet line if a client sent no HTTP, or its connection broke. Return True for other errors."""
-    error = record.exc_info[1] if record.exc_info else None
-    if not isinstance(error, (HttpProcessingError, ConnectionError)):
-        return True
-    log.info("a client's connection broke, or it sent no HTTP: %s", type(error).__name__)  # its text may show a key
-    return False
-
-
-http_log.addFilter(_is_ours)
 
 DIALECTS: dict[str, ModuleType] = {
     "chat/completions": openai_chat,
@@ -73,6 +58,13 @@ LINGER = 2.0
 """Seconds in which the rest of a refused request is read, so that its client sees the answer."""
 KEEP_ALIVE = 10.0
 """Seconds between two comments in a stream that waits for its answer."""
+MOST_VALUES = 20_000
+"""Objects and lists of one request: messages, parts, tools and their schemas."""
+DEEPEST = 100
+"""Levels of them in each other."""
+CONTINUES = {"previous_response_id", "thread"}
+"""Fields that name an earlier answer, whose chat the request continues."""
+Body = Mapping[str, Any]
 
 
 class GatewayServer:
@@ -114,7 +106,8 @@ class GatewayServer:
             access_log=None,
             shutdown_timeout=1.0,
             lingering_time=LINGER,
-            logger=http_log,
+            logger=http_log(__name__),
+            auto_decompress=False,  # a few bytes of a stranger could become many
         )
         await self._runner.setup()
         sockets = await tcp_sockets(self.settings.host, self.settings.port)
@@ -157,12 +150,16 @@ class GatewayServer:
                 session = self._session(request)
                 if of_children:
                     _check_control(request, session)
-                body = await _body(request, session)
-                seat = self._seat(request, session, body)
-                # A URL of the whole session takes any of its keys.
-                if not of_children and "actor" in request.match_info:
-                    _check_key(request, [seat.key])
-                return await serve(request, dialect, session, seat, body)
+                text = await _text(request, session)
+                for listener in self._listeners:
+                    listener.prove(request.transport)
+                with session.request():
+                    body = await _body(text, session)
+                    seat = self._seat(request, session, body)
+                    # A URL of the whole session takes any of its keys.
+                    if not of_children and "actor" in request.match_info:
+                        _check_key(request, [seat.key])
+                    return await serve(request, dialect, session, seat, body, len(text))
             except WireError as error:
                 return self._reject(dialect, error, seat)
             except ChatError as error:
@@ -182,8 +179,6 @@ class GatewayServer:
             _check_key(request, keys)
             raise session_over(reason)
         _check_key(request, session.keys)
-        for listener in self._listeners:
-            listener.prove(request.transport)
         return session
 
     def _seat(self, request: web.Request, session: GatewaySession, body: Mapping[str, Any]) -> Seat:
@@ -193,10 +188,10 @@ class GatewayServer:
         return session.seats[actor]
 
     async def _serve(
-        self, request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+        self, request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Body, size: int
     ) -> web.StreamResponse:
-        ask: Ask = dialect.parse(body, seat.earlier)
-        call = session.start(seat, ask, _attempt(request, dialect, body))
+        ask, attempt = await _read(dialect, session, seat, body, size, _named(request))
+        call = session.start(seat, ask, attempt)
         left = False
         call.waiting += 1
         try:
@@ -276,15 +271,16 @@ class GatewayServer:
 
 
 async def _count_tokens(
-    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Body, size: int
 ) -> web.StreamResponse:
     seat.counts["token_counts"] += 1
-    prompt = await session.render(seat, dialect.parse(body, seat.earlier))
+    ask, _ = await _read(dialect, session, seat, body, size, ("", 0))
+    prompt = await session.render(seat, ask)
     return web.json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 
 async def _open_child(
-    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Body, size: int
 ) -> web.StreamResponse:
     """Open a child that the seat's actor plays, as ``Model.child()`` does, and answer with its model."""
     try:
@@ -299,7 +295,7 @@ async def _open_child(
 
 
 async def _reward_child(
-    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Body, size: int
 ) -> web.StreamResponse:
     child = _child(session, "reward")
     try:
@@ -312,7 +308,7 @@ async def _reward_child(
 
 
 async def _end_child(
-    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Mapping[str, Any]
+    request: web.Request, dialect: ModuleType, session: GatewaySession, seat: Seat, body: Body, size: int
 ) -> web.StreamResponse:
     error = body.get("error")
     _child(session, "end").leave(None if error is None else RuntimeError(str(error)))
@@ -349,36 +345,74 @@ async def _wait(call: GatewayCall, seconds: float | None = None) -> Any:
     return call.task.result() if done else None
 
 
-async def _body(request: web.Request, session: GatewaySession) -> Mapping[str, Any]:
+async def _text(request: web.Request, session: GatewaySession) -> bytes:
+    """Read a request. Its bytes count before they are there, as many requests may arrive at once."""
     root, settings = session.root, session.settings
-    if root.bytes_read + (request.content_length or 0) > settings.max_total_body:
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise WireError(415, "encoded_body", "the request is compressed: send it as it is")
+    most = min(settings.max_body, settings.max_body if request.content_length is None else request.content_length)
+    if root.bytes_read + most > settings.max_total_body:
         raise session_over(f"its requests have max_total_body={settings.max_total_body} bytes")
+    root.bytes_read += most
+    size = 0
     try:
         async with asyncio.timeout(settings.call_timeout):
             text = await request.read()
+        size = len(text)
     except TimeoutError:
         raise WireError(408, "body_too_slow", "the request did not arrive within call_timeout") from None
     except web.HTTPRequestEntityTooLarge as error:
         raise WireError(413, "body_too_large", f"the request is larger than max_body: {error.text}") from None
-    root.bytes_read += len(text)
-    return await to_thread(_parsed, text) if len(text) >= LONG else _parsed(text)
+    finally:
+        root.bytes_read -= most - size
+    return text
 
 
-def _parsed(text: bytes) -> Mapping[str, Any]:
+async def _body(text: bytes, session: GatewaySession) -> Body:
+    async with session.turn(len(text)):
+        return await to_thread(_parsed, text) if len(text) >= LONG else _parsed(text)
+
+
+def _parsed(text: bytes) -> Body:
     try:
-        body = json.loads(text)
+        body = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise invalid(None, f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise invalid(None, "the request is no JSON object")
-    return body if text.isascii() and b"\\ud" not in text.lower() else well_formed_texts(body)
+    left: list[tuple[Any, int]] = [(body, 1)]
+    count = 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise WireError(413, "body_too_large", f"the request has more than {MOST_VALUES} objects and lists")
+        if depth > DEEPEST:
+            raise invalid(None, f"the request is nested too deeply: more than {DEEPEST} levels")
+        parts = value.values() if isinstance(value, dict) else value
+        left += [(part, depth + 1) for part in parts if isinstance(part, (dict, list))]
+    return body if b"\\ud" not in text.lower() else well_formed_texts(body)
+
+
+async def _read(
+    dialect: ModuleType, session: GatewaySession, seat: Seat, body: Body, size: int, named: tuple[str, int]
+) -> tuple[Ask, Attempt]:
+    """Return what a request asks for, and what it says of itself: a long one is read in a thread."""
+
+    def read() -> tuple[Ask, Attempt]:
+        ask: Ask = dialect.parse(body, seat.earlier)
+        return ask, _attempt(dialect, body, *named)
+
+    async with session.turn(size):
+        ask, attempt = await to_thread(read) if size >= LONG else read()
+    ask.size = size + (seat.kept if CONTINUES & body.keys() else 0)
+    return ask, attempt
 
 
 def _check_host(request: web.Request, settings: GatewaySettings) -> None:
     """Refuse a foreign ``Host`` header: a web page could else reach the gateway under its own name."""
-    name = (request.url.host or "").strip("[]")
-    names = (settings.host, *LOOPBACK, *settings.allowed_hosts, *_names_of_machine())
-    if name not in names and not _is_address(name):
+    names = {settings.host, *LOOPBACK, *settings.allowed_hosts, *_names_of_machine()}
+    if not is_known_host(request.raw_headers, {name.lower() for name in names}):
         raise WireError(421, "wrong_host", f"this is not {request.host!r}: list the name in allowed_hosts")
 
 
@@ -386,15 +420,6 @@ def _check_host(request: web.Request, settings: GatewaySettings) -> None:
 def _names_of_machine() -> tuple[str, ...]:
     name = socket.gethostname()
     return name, name.partition(".")[0]
-
-
-def _is_address(name: str) -> bool:
-    """True for a numeric address: no web page can make a browser send one in place of its own name."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_key(request: web.Request, keys: list[str]) -> None:
@@ -419,14 +444,20 @@ def _check_control(request: web.Request, session: GatewaySession) -> None:
         raise WireError(403, "control_key_needed", text) from None
 
 
-def _attempt(request: web.Request, dialect: ModuleType, body: Mapping[str, Any]) -> Attempt:
-    """Return what the request says of itself: the call that it names or may repeat, and the retries before it."""
+def _named(request: web.Request) -> tuple[str, int]:
+    """Return the name that a request gives its call, and the retries before it."""
+    count = request.headers.get("x-stainless-retry-count", "")
+    retries = int(count) if count.isascii() and count.isdigit() and len(count) < 5 else 0
+    return request.headers.get("Idempotency-Key", ""), retries
+
+
+def _attempt(dialect: ModuleType, body: Body, name: str, retries: int) -> Attempt:
+    """Return what a request says of itself: the call that it names or may repeat, and the retries before it."""
     text = json.dumps(body, sort_keys=True).encode(errors="surrogatepass")
     digest = blake2b(text, digest_size=16).digest()
-    if name := request.headers.get("Idempotency-Key"):
+    if name:
         return Attempt((dialect.__name__, name, digest), named=True)
-    count = request.headers.get("x-stainless-retry-count", "")
-    return Attempt((dialect.__name__, digest), retries=int(count) if count.isascii() and count.isdigit() else 0)
+    return Attempt((dialect.__name__, digest), retries=retries)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

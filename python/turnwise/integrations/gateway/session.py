@@ -10,8 +10,10 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
@@ -35,7 +37,9 @@ from turnwise.utils.threads import to_thread
 CONTINUED = "continued"
 """Key of ``step.info``: a later prompt of the session continues this answer."""
 LONG = 32_768
-"""Characters of a chat from which on it is rendered in a thread."""
+"""Bytes of a request, or characters of a chat, from which on it is read and rendered in a thread."""
+LEAST_UNDER_WAY = 64
+"""Requests of one attempt that may be under way at once, if ``max_calls`` is smaller."""
 EXTRA = "extra"
 """Status of a good call after the first one, where the agent asked for one call at a time."""
 NO_PART_OF_A_URL = (".", "..")
@@ -69,13 +73,15 @@ class Seat:
     resends: dict[Hashable, list[GatewayCall]] = field(default_factory=dict)
     """The calls with each body, one of which a repeated request joins."""
     earlier: Earlier = field(default_factory=Earlier)
+    kept: int = 0
+    """Bytes of the longest request of a chat in ``earlier``, with those that it continues."""
     said: dict[str, int] = field(default_factory=dict)
     """The texts of long answers, and the calls that gave them."""
 
     def carried_in(self, messages: Messages) -> int | None:
         """Return the latest call whose whole answer stands in a message of the agent, as its summary of a chat does."""
         given = "\n".join(message["content"] for message in messages if message["role"] != "assistant")
-        return next((call for text, call in reversed(self.said.items()) if text in given), None)
+        return next((call for text, call in reversed([*self.said.items()]) if text in given), None)
 
 
 class TooManyChildrenError(RuntimeError):
@@ -130,6 +136,8 @@ class GatewaySession:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.bytes_read = 0
         """Bytes of all requests of the attempt."""
+        self.under_way = 0
+        """Requests of the attempt that are being answered."""
         self.prompt_tokens = 0
         """Tokens of all prompts of the attempt."""
         self.opened = 0
@@ -211,7 +219,7 @@ class GatewaySession:
     # -- calls ---------------------------------------------------------------------------------------------------------
     def start(self, seat: Seat, ask: Ask, attempt: Attempt | None) -> GatewayCall:
         """Start a call, or return the one that this request repeats. Raises :class:`WireError` if no more are taken."""
-        equal = [] if attempt is None else seat.resends.setdefault(attempt.key, [])
+        equal = [] if attempt is None else seat.resends.get(attempt.key, [])
         call = None if attempt is None else repeated_call(attempt, equal)
         if attempt is not None and call is not None:
             call.reused = call.reused or not (attempt.named or attempt.retries)
@@ -229,7 +237,7 @@ class GatewaySession:
             if attempt is not None:
                 seat.counts["retries_unmatched"] += bool(equal and attempt.retries)
                 call.resend, call.retries = attempt.key, attempt.retries
-                equal.append(call)
+                seat.resends[attempt.key] = [*equal, call]
         # Also for a repeated call whose sampling was cancelled, or never began: sample again, under the same number.
         call.undelivered = False
         call.task = asyncio.get_running_loop().create_task(self._run(seat, call), context=self._variables)
@@ -267,6 +275,8 @@ class GatewaySession:
             raise
         except (WireError, ChatError):
             raise
+        except RecursionError as error:
+            raise invalid(None, "the request is nested too deeply") from error
         except ContextLengthError as error:
             raise WireError(400, "context_length_exceeded", str(error), "messages") from error
         except DeadEndError as error:
@@ -286,7 +296,8 @@ class GatewaySession:
         if prompt.continues is not None:
             prompt.continues.info[CONTINUED] = True
         else:
-            call.carries = seat.carried_in(ask.messages)
+            carried = partial(seat.carried_in, ask.messages)
+            call.carries = await to_thread(carried) if ask.size >= LONG else carried()
         constrains = self.settings.structured == "constrained"
         grammar = await grammar_of(ask, prompt, self.format, self.arena) if constrains else None
         sampling = [{**self._sampling(seat, call, prompt, index), "grammar": grammar} for index in range(ask.n)]
@@ -322,15 +333,33 @@ class GatewaySession:
         """Return the prompt as :meth:`rendered` does: a long one in a thread, one at a time for the whole attempt."""
         if self.root.prompt_tokens >= (most := self.settings.max_total_tokens):
             raise session_over(f"its prompts have max_total_tokens={most} tokens")
-        texts = (len(message["content"]) for message in ask.messages)
-        if sum(texts) + sum(len(json.dumps(tool)) for tool in ask.tools) < LONG:
-            prompt = self.rendered(seat, ask)
-        else:
-            of_all = _rendering.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
-            async with self.root._long, of_all:
-                prompt = await to_thread(self.rendered, seat, ask)
+        size = ask.size + sum(len(message["content"]) for message in ask.messages)
+        async with self.turn(size):
+            prompt = await to_thread(self.rendered, seat, ask) if size >= LONG else self.rendered(seat, ask)
         self.root.prompt_tokens += len(prompt.ids)
         return prompt
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request of the attempt for the block, as each holds a connection. Raises :class:`WireError`."""
+        most = max(self.settings.max_calls, LEAST_UNDER_WAY)
+        if self.root.under_way >= most:
+            raise WireError(429, "too_many_requests", f"{most} requests of the session are under way")
+        self.root.under_way += 1
+        try:
+            yield
+        finally:
+            self.root.under_way -= 1
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """Wait until the attempt may work on ``size`` bytes: on one long request at a time."""
+        if size < LONG:
+            yield
+            return
+        of_all = _rendering.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
+        async with self.root._long, of_all:
+            yield
 
     def rendered(self, seat: Seat, ask: Ask) -> Prompt:
         """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""
@@ -457,6 +486,7 @@ class GatewaySession:
             goes_on = ask.continues_answer and ask.carried
             chat = with_answer(ask.carried, answer) if goes_on else [*ask.carried, answer]
             seat.earlier.chats[answered.id] = chat, ask.tools
+            seat.kept = max(seat.kept, ask.size)
             seat.earlier.answers |= dict.fromkeys((answered.id, *answered.choices[0].call_ids), chat[-1])
 
     def decide_end(self, ask: Ask) -> None:

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from turnwise.train.checkpoint.files import (
+    LARGEST,
     CheckpointMismatch,
     FrozenFiles,
     delete_unless_held,
@@ -53,7 +54,7 @@ from turnwise.train.checkpoint.shards import check_shards, read_shards, read_who
 from turnwise.train.checkpoint.weight_sets import WeightSet, check_fit, shard_like, weight_sets_of
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import terms_of
-from turnwise.utils.files import sync_folder
+from turnwise.utils.files import read_json, sync_folder
 
 FORMAT, SHARDED_FORMAT = 4, 5
 """Formats of checkpoints with whole tensors, and with shards."""
@@ -183,8 +184,8 @@ def _reason_to_ignore(path: Path) -> str | None:
 def _step_of(manifest: Path, changed: int, size: int) -> int | None:
     """Return the step in a manifest, ``None`` if it is damaged. The cache avoids reading an unchanged file again."""
     try:
-        return int(json.loads(manifest.read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(read_json(manifest, follow=True, most=LARGEST)["step"])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return None
 
 

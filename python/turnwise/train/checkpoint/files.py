@@ -18,10 +18,13 @@ from torch import Tensor
 
 from turnwise.inference.weights.weight_block import check_memory
 from turnwise.train.model.weights import bit_sum
-from turnwise.utils.files import link_or_copy, replace_text, sync_folder
+from turnwise.utils.files import link_or_copy, open_regular, read_json, replace_text, sync_folder
 
 _DIGEST = "sha256"
 """Manifest key of the digest of all other keys."""
+
+LARGEST = 1 << 31
+"""Most bytes of a manifest, which holds the artifacts of stores."""
 
 REMOTE_FORMAT = 6
 """Format of checkpoints without tensors, which a server holds."""
@@ -174,7 +177,7 @@ def read_manifest(path: Path, formats: Collection[int], *, files: bool = True) -
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
-        if fingerprint(file) != expected:
+        if file.stat().st_size != expected[0] or fingerprint(file) != expected:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
     return manifest
 
@@ -200,7 +203,8 @@ def read_listed(path: Path, name: str) -> bytes | None:
         if file.exists():
             raise CheckpointError(f"{file} is not in the checkpoint's manifest, so it is not read: delete it")
         return None
-    content = file.read_bytes()
+    with open_regular(file, follow=True) as stream:
+        content = stream.read()
     if [len(content), hashlib.sha256(content).hexdigest()] != expected:
         raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
     return content
@@ -208,7 +212,7 @@ def read_listed(path: Path, name: str) -> bytes | None:
 
 def fingerprint(file: Path) -> list[Any]:
     """Return the file's size in bytes and its SHA-256."""
-    with file.open("rb") as stream:
+    with open_regular(file, follow=True) as stream:
         return [file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest()]
 
 
@@ -223,7 +227,7 @@ def sync_files(folder: Path) -> None:
 def _parse_manifest(path: Path) -> dict[str, Any]:
     file = path / "manifest.json"
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = read_json(file, follow=True, most=LARGEST)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} can't be read: {error}") from error
     if not isinstance(manifest, dict):

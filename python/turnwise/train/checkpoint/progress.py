@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
-from turnwise.train.checkpoint.files import CheckpointError, hold
+from turnwise.train.checkpoint.files import LARGEST, CheckpointError, hold
 from turnwise.train.config.policies import steps_in_training
 from turnwise.train.config.schema import TrainConfig
-from turnwise.utils.files import expanded
+from turnwise.utils.files import expanded, read_json
 
 
 @dataclass(slots=True)
@@ -100,9 +99,9 @@ def find_checkpoint(root: Path, which: str | Path) -> Path:
 def _best(checkpoints: list[Path]) -> Path:
     """Return the checkpoint with the best validation, according to the newest checkpoint."""
     try:
-        state = json.loads((checkpoints[-1] / "manifest.json").read_text(encoding="utf-8"))["state"]
+        state = read_json(checkpoints[-1] / "manifest.json", follow=True, most=LARGEST)["state"]
         step = RunProgress(**state["progress"]).best_step
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoints[-1] / 'manifest.json'} can't be read: {error!r}") from error
     if step is None:
         raise CheckpointError(f"checkpoint 'best': nothing was validated up to {checkpoints[-1]}; set eval.every")

@@ -5,7 +5,6 @@ The section that owns a key decides (:attr:`~turnwise.train.config.base.Section.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from turnwise.train.config import nulls
 from turnwise.train.config.base import APPLIES, Change, Effect, Section
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, leaves, parse_settings, same, to_toml
+from turnwise.utils.files import parse_toml
 
 _ANEW = "Choose another run_dir to start anew"
 _UNSAID = ("run_dir",)
@@ -43,12 +43,12 @@ def resumed(config: TrainConfig, saved: str | None) -> Resumed:
     if saved is None:
         return done
     try:
-        before = parse_settings(nulls.restore(tomllib.loads(saved)))
+        before = parse_settings(nulls.restore(parse_toml(saved)))
     except (ValueError, ConfigError) as error:
         done.changed.append(f"the checkpoint's settings can't be read, so what has changed is not known: {error}")
         return done
     # Compare as they are written, so that a value and its spelling in TOML are equal.
-    now = parse_settings(nulls.restore(tomllib.loads(to_toml(config))))
+    now = parse_settings(nulls.restore(parse_toml(to_toml(config))))
     applied: list[str] = []
     for change, effect in _effects(before, now):
         if effect.kind == "refused":

@@ -8,6 +8,8 @@ from typing import Any
 
 import tomli_w
 
+from turnwise.utils.files import parse_toml
+
 UNSET = "unset"
 """Key of a config file that lists options that are ``None``, such as ``["task_options.subset"]``."""
 
@@ -57,7 +59,7 @@ def _key_text(key: str) -> str:
 
 def _split(key: str) -> list[str]:
     """Split a dotted key of TOML, whose parts may be quoted."""
-    parts, rest = [], tomllib.loads(f"{key} = 0")
+    parts, rest = [], parse_toml(f"{key} = 0")
     while isinstance(rest, dict):
         [(name, rest)] = rest.items()
         parts.append(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -93,8 +92,6 @@ class PolicyConfig(Section):
     }
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if not re.fullmatch(r"policies\.\w[\w.-]*", key):
-            yield problem(key, "expected letters, digits, '_', '-' and '.', as files get this name")
         if self.trainable and self.dtype == "float16":
             why = "gradients underflow in it; expected 'bfloat16' or 'float32' for a policy that trains"
             yield problem(f"{key}.dtype", why, self.dtype)

@@ -251,6 +251,14 @@ class TrainConfig(Section):
         changes |= {key: own for key in ("credit", "reward") if (own := getattr(one, key)) is not None}
         return self.model_copy(update=changes)
 
+    @field_validator("policies")
+    @classmethod
+    def _check_names(cls, value: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
+        for name in value:
+            if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+                raise ValueError(f"{name!r}: expected letters, digits, '_', '-' and '.', as files get this name")
+        return value
+
     @model_validator(mode="after")
     def _check_tasks(self) -> Self:
         fields = type(self).model_fields

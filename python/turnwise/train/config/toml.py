@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from turnwise.train.config import nulls
 from turnwise.train.config.policies import OptimizerConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.utils.files import expanded
+from turnwise.utils.files import expanded, parse_toml, read_regular
 from turnwise.utils.registry import code_files, did_you_mean
 
 EXTENDS = "extends"
@@ -75,7 +75,7 @@ def _read(file: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     if file.resolve() in before:
         raise ConfigError(f"config file {str(file)!r} extends itself: {' -> '.join(map(str, before))}")
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        data = parse_toml(read_regular(file, follow=True).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"config file {str(file)!r} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

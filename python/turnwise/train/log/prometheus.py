@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from turnwise.inference.common.http import LoopThread
+from turnwise.inference.common.listening import Listener, is_known_host, tcp_sockets
+from turnwise.inference.common.proxies import is_loopback
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.metrics import GROWTH, numbers_of
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
 Labels = tuple[tuple[str, str], ...]
@@ -29,8 +34,45 @@ COUNTED = {
 }
 """Metrics whose values add up over steps, without their labels. They are counters; all others are gauges."""
 
+MOST_SCRAPES = 16
+"""Connections that are open at once, for at most half a minute; the oldest gives way."""
+
+MOST_BYTES = 2**14
+"""Bytes of a request."""
+
 DERIVED = {"total_sampled_tokens", "cluster/time"}
 """Metrics that the counters and ``turnwise_last_step_timestamp_seconds`` already cover."""
+
+
+class _Scrape(asyncio.Protocol):
+    """Answers one request with the metrics of ``registry``. Others than GET, and long ones, get no answer.
+
+    With ``names``, the ``Host`` must be an address or one of them: a page of a browser could else read the metrics.
+    """
+
+    def __init__(self, registry: CollectorRegistry, names: Container[str] | None) -> None:
+        self._registry, self._names, self._asked = registry, names, b""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._asked += data
+        head, end, _ = self._asked.partition(b"\r\n\r\n")
+        if not end and len(self._asked) <= MOST_BYTES:
+            return
+        first, *lines = head.split(b"\r\n")
+        headers = [(name, value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
+        is_known = self._names is None or is_known_host(headers, self._names)
+        if end and first.startswith(b"GET /") and is_known:
+            from prometheus_client.exposition import choose_encoder
+
+            accepted = [value.decode("latin-1") for name, value in headers if name.lower() == b"accept"]
+            encode, kind = choose_encoder(",".join(accepted))
+            body = encode(self._registry)
+            said = f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            self._transport.write(f"HTTP/1.1 200 OK\r\n{said}".encode() + body)
+        self._transport.close()
 
 
 class Prometheus:
@@ -61,18 +103,25 @@ class Prometheus:
         """Start the server, unless it runs. Raises :class:`ConfigError` for a port in use."""
         if self._server is not None:
             return
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry()
         registry.register(self)
         host, _, port = self._address.rpartition(":")
+        names = {"localhost"} if is_loopback(host.strip("[]")) else None
+        thread = LoopThread("turnwise-metrics")
         try:
-            self._server = start_http_server(int(port), host.strip("[]"), registry)
+            thread.submit(self._listen(host.strip("[]"), int(port), lambda: _Scrape(registry, names))).result()
         except OSError as error:
+            thread.stop()
             raise ConfigError(
                 f"config key 'log.prometheus' = {self._address!r}: expected a free port of this machine, got: "
                 f"{error.strerror or error}. Choose another one"
             ) from error
+        self._server = thread
+
+    async def _listen(self, host: str, port: int, protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._listener = Listener(await tcp_sockets(host, port), protocol, MOST_SCRAPES)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._steps += 1
@@ -101,11 +150,9 @@ class Prometheus:
 
     def close(self) -> None:
         if self._server is not None:
-            server, thread = self._server
-            self._server = None
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            thread, self._server = self._server, None
+            thread.submit(self._listener.close()).result()
+            thread.stop()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families of one scrape, in the server's thread."""

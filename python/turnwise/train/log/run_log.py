@@ -20,7 +20,7 @@ from turnwise.train.log.progress_bars import ProgressBars, curve_line
 from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers, read_lines
 from turnwise.types import GenerateResult, Tokenizer
 from turnwise.utils import output
-from turnwise.utils.files import replace_text
+from turnwise.utils.files import make_private, replace_text
 
 _FAILED_PER_STEP = 8
 """Most failed episodes of a step that are written in full: enough to see the cause, too few to fill a disk."""
@@ -59,7 +59,8 @@ class RunLog:
         self.progress = progress
         self._printing = ExitStack()
         self.bars = ProgressBars(total_steps, console or output.console(), shown=progress)
-        folder.mkdir(parents=True, exist_ok=True)
+        if self.writers:  # else nothing is written
+            make_private(folder)
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> Self:

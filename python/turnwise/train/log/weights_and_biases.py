@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.train.config.toml import ConfigError
-from turnwise.utils.files import replace_text
+from turnwise.utils.files import read_json, replace_text
 
 
 class WandB:
@@ -85,7 +85,7 @@ class WandB:
             return
         import wandb
 
-        saved = json.loads(self._file.read_text(encoding="utf-8")) if self._file.exists() else {}
+        saved = read_json(self._file) if self._file.exists() else {}
         if saved and not self._is_ours(saved):
             warnings.warn(
                 f"{self.folder} is a copy of {saved['folder']}, so a new run begins at Weights & Biases", stacklevel=2

@@ -17,8 +17,9 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.metrics import numbers_of
 from turnwise.train.log.prometheus import Prometheus
+from turnwise.train.log.secrets import hide_secrets
 from turnwise.train.log.weights_and_biases import WandB
-from turnwise.utils.files import open_to_append, parse_json_line, replace_text, replacing
+from turnwise.utils.files import bounded_lines, open_regular, open_to_append, parse_json_line, replace_text, replacing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -49,7 +50,7 @@ def open_writers(config: TrainConfig) -> list[MetricWriter]:
     if config.log.tensorboard:
         writers.append(TensorBoard(config.run_dir / "tensorboard"))
     if config.log.wandb is not None:
-        settings = config.model_dump(mode="json")
+        settings = hide_secrets(config.model_dump(mode="json"))
         writers.append(WandB(config.run_dir, config.log.wandb, mode=config.log.wandb_mode, config=settings))
     if config.log.prometheus is not None:
         writers.append(Prometheus(config))
@@ -141,8 +142,8 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """
     if not path.exists():
         return
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
+    with open_regular(path) as stream:
+        for number, line in enumerate(bounded_lines(stream, path), 1):
             try:
                 yield line.rstrip(b"\n") + b"\n", parse_line(line, path, number)
             except ValueError:

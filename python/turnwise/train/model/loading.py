@@ -35,6 +35,9 @@ TINY = "tiny"
 Tiny = Callable[[], tuple[Any, nn.Module]]
 """Builds the tokenizer and the tiny model; every call returns equal ones."""
 
+MOST_JSON, MOST_VOCABULARY = 64 << 20, 1 << 30
+"""Bytes of a configuration or template, and of a vocabulary."""
+
 
 def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
     """Check the files at each path, and return the one tokenizer of all ``policies``; no weights are read.
@@ -63,6 +66,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             continue
         seen.add(path)
         try:
+            _check_sizes(Path(path))
             whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
             generation = _generation_config(path)
             loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -291,6 +295,14 @@ def peft_config(lora: LoraConfig) -> Any:
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
+
+
+def _check_sizes(folder: Path) -> None:
+    """Raise ``ValueError`` for a file of a model's folder that is read whole and too large to be what it says."""
+    for file in (*folder.glob("*.json"), *folder.glob("*.jinja")):
+        most = MOST_VOCABULARY if file.name in ("tokenizer.json", "vocab.json") else MOST_JSON
+        if file.is_file() and file.stat().st_size > most:
+            raise ValueError(f"{file.name} has {file.stat().st_size} bytes: expected at most {most}")
 
 
 def _generation_config(path: str) -> Any:

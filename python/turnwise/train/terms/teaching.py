@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from turnwise.train.config.optimization import LossConfig
+from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import ENTROPIES, Needs, Read
 from turnwise.train.model.policy import Policy
-from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
 from turnwise.train.terms.term import Added, Part, Term
-from turnwise.types import Sample
+from turnwise.types import Actor, Sample
 
 LEAST_REST = 1e-6
 """Smallest probability of the tokens that are not among the most likely ones."""
@@ -36,6 +37,20 @@ def teach(policy: Policy, teaching: Teaching) -> None:
     """Let the ``teaching`` train ``policy`` from its next update on."""
     terms_of(policy)["teaching"].teaching = teaching
     policy.reads = list(teaching.teachers.values())
+
+
+def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], config: TrainConfig) -> None:
+    """Give each policy the teachers of its actors, if their forward KL is in the loss (``distill.top_k``).
+
+    Every rank calls it, and knows then which actors learn from their teachers alone.
+    """
+    teachers_replace_rewards(policies, () if config.distill.reward else config.teachers())
+    policy_of = {actor.id: actor.policy for actor in actors}
+    by_policy: dict[str, dict[str, Policy]] = {}
+    for actor, teacher in config.teachers().items() if config.distill.top_k else ():
+        by_policy.setdefault(policy_of[actor], {})[actor] = policies[teacher]
+    for name, teachers in by_policy.items():
+        teach(policies[name], Teaching(teachers, config.distill.top_k, config.distill.coef))
 
 
 class TeacherKL(Term):

@@ -42,6 +42,8 @@ calls. Read-only system files, the limit of disk and the missing network come wi
 FIRST_USER, USERS = 50_000, 9_000
 """Users of containers that root starts. Nobody else has them, so each container has its own count of processes."""
 OPEN_FILES = 4096
+IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*", re.ASCII)
+"""A name is no option of docker."""
 _counted = count()
 
 
@@ -103,10 +105,17 @@ class Container:
             raise ValueError(f"gateway.container={self.tool!r}: expected one of {('auto', *TOOLS)}")
         if (self.tool != "bwrap") != bool(self.image):
             raise ValueError(f"gateway.container.image={self.image!r}: expected one for docker or podman alone")
+        if self.image and not IMAGE.fullmatch(self.image):
+            raise ValueError(f"gateway.container.image={self.image!r}: expected the name of an image")
         if isinstance(self.mounts, str) or not all(
             Path(path).is_absolute() and Path(path).exists() for path in self.mounts
         ):
             raise ValueError(f"gateway.container.mounts={self.mounts!r}: expected a list of absolute paths that exist")
+        if self.image and (colons := [path for path in (*self.mounts, tempfile.gettempdir()) if ":" in str(path)]):
+            raise ValueError(
+                f"gateway.container.mounts={self.mounts!r}: {self.tool} takes no folder with a colon, such as "
+                f"{str(colons[0])!r}. Give it another name, or set TMPDIR if it is the temporary folder"
+            )
         for name in ("max_processes", "memory_gb", "tmp_gb", "disk_gb", "max_files"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -228,6 +237,7 @@ class Container:
             memory, shared = _bytes(self.memory_gb), _bytes(self.tmp_gb)
             user, group = (os.getuid(), os.getgid()) if user is None else (user, user)
             wrapped = [self.tool, "run", "--rm", "--interactive", "--name", name, "--network", "none"]
+            wrapped += ["--pull", "never", "--log-driver", "none"]  # else docker would keep all output on disk
             wrapped += ["--read-only", "--tmpfs", f"/tmp:exec,size={shared}", "--shm-size", str(shared)]
             wrapped += ["--user", f"{user}:{group}", "--ipc", "private"]
             wrapped += ["--userns", "keep-id"] if self.tool == "podman" and os.getuid() else []
@@ -247,7 +257,8 @@ class Container:
 
     def lock(self, user: int | None) -> dict[str, Any]:
         """Return what the command gives up in the container, for the supervisor."""
-        limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": _bytes(self.disk_gb), "RLIMIT_NOFILE": OPEN_FILES}
+        # At RLIMIT_CORE 0 the kernel would still start the host's program for core dumps.
+        limits = {"RLIMIT_CORE": 1, "RLIMIT_FSIZE": _bytes(self.disk_gb), "RLIMIT_NOFILE": OPEN_FILES}
         if not self.image:  # docker and podman limit these for the whole container
             limits |= {"RLIMIT_NPROC": self.max_processes, "RLIMIT_DATA": _bytes(self.memory_gb)}
         return {"limits": limits, "user": None if self.image else user, "filter": self._calls()}
@@ -288,8 +299,12 @@ class Container:
 
     def remove(self, name: str) -> None:
         """Kill what outlived its client; it is no descendant of the supervisor. Bubblewrap leaves nothing."""
-        if self.image:
+        if not self.image:
+            return
+        try:
             subprocess.run([self.tool, "rm", "--force", name], capture_output=True, timeout=CHECK_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            warnings.warn(f"{self.tool} doesn't answer: container {name} may be left behind", stacklevel=2)
 
 
 _ENTRIES = {"passwd": f"agent:x:{{user}}:{{user}}::{FOLDER}:/bin/sh", "group": "agent:x:{user}:"}

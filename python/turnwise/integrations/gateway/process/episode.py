@@ -31,6 +31,10 @@ OUTPUT_BYTES = 64 * 1024
 """Number of the latest bytes of a process's output that are kept."""
 SHOWN_LINES = 50
 """Last lines of its output in the error of a failed process."""
+LATEST_END = 60.0
+"""Seconds after its timeout in which a container ends even if its trainer was killed."""
+FREE_BYTES, SLICE = 16 << 20, 1 << 16
+"""Output that is read at full speed, and the bytes of each millisecond from then on: a flood leaves time for others."""
 ORPHAN_ROUNDS = 100
 """Searches for processes that outlived their supervisor; each kills what it finds."""
 
@@ -96,6 +100,8 @@ class ProcessEpisode(GatewayEpisode):
                 "children=True: expected no rubric, which is the only one to pay. An agent that opens sub-agents "
                 "reports their rewards and its own"
             )
+        if wrong := [name for name, value in (env or {}).items() if not name or {"=", "\0"} & {*name} or "\0" in value]:
+            raise ValueError(f"env={wrong!r}: expected names without '=', and values without a null character")
         self.children = children
         self.command, self.env, self.grace = list(command), dict(env or {}), grace
         self.stdin, self.collect = stdin, collect
@@ -222,6 +228,7 @@ class ProcessEpisode(GatewayEpisode):
                 self.container.give_socket(socket, user)
                 stack.push_async_callback(asyncio.to_thread, self.container.remove, name)
                 options["forward"] = urlsplit(session.url).port, f"{PRIVATE}/gateway.sock"
+                options["seconds"] = self.timeout + self.grace + LATEST_END
                 command = self.container.command(root, name, environment, options, command, user)
                 environment = self.container.client_environment(environment)
                 # The inner supervisor ends the command first.
@@ -284,9 +291,22 @@ class Tail(asyncio.Protocol):
         self.also = also
         self._kept: deque[bytes] = deque()
         self._size = 0
+        self._read = 0
         self._ended = asyncio.Event()
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def _resume(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
+        self._read += len(data)
+        if self._read > FREE_BYTES and self._transport is not None:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(len(data) / SLICE / 1000, self._resume)
         if self.also is not None:
             self.also.data_received(data)
         self._kept.append(data)

@@ -135,12 +135,16 @@ class _Removal:
 
     def enter(self, name: str) -> None:
         """Open a folder, and remove all in it but folders."""
-        self.attempt(os.chmod, name, 0o700, dir_fd=self.parent)  # a program may have taken its own rights
         try:
-            folder = os.open(name, FOLDER, dir_fd=self.parent)
+            try:
+                folder = os.open(name, FOLDER, dir_fd=self.parent)
+            except PermissionError:  # a program may have taken its own rights
+                os.chmod(name, 0o700, dir_fd=self.parent)
+                folder = os.open(name, FOLDER, dir_fd=self.parent)
         except OSError as error:
             self.problems.append(str(error))
             return
+        self.attempt(os.fchmod, folder, 0o700)
         self.opened.append((folder, name, self.emptied(folder)))
 
     def emptied(self, folder: int) -> list[str]:

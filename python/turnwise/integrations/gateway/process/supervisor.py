@@ -7,11 +7,12 @@ it kills every descendant at once: none of them changes a file that the command 
 it sends SIGTERM to the command's process group, and SIGKILL after the grace. It exits with the command's code, or 128
 plus the number of the signal that killed it.
 
-``OPTIONS`` is JSON. ``grace`` is in seconds. ``control`` is a file with a key: the command finds the number of a pipe
-that holds it in ``TURNWISE_CONTROL``, and the file is gone. Inside a container, ``forward`` has a port and the Unix
-socket to which its clients are connected, and ``lock`` what the command gives up: ``limits`` by their name in
-:mod:`resource`, ``user`` and ``filter`` (see ``turnwise.sandbox.surface``). Outside of it, ``watch`` has the bytes of
-memory and disk and the number of files that end the command, and its ``folder``.
+``OPTIONS`` is JSON. ``grace`` is in seconds. ``seconds`` kill the command, as a container of docker or podman may
+outlive a trainer that was killed. ``control`` is a file with a key: the command finds the number of a pipe that holds
+it in ``TURNWISE_CONTROL``, and the file is gone. Inside a container, ``forward`` has a port and the Unix socket to
+which its clients are connected, and ``lock`` what the command gives up: ``limits`` by their name in :mod:`resource`,
+``user`` and ``filter`` (see ``turnwise.sandbox.surface``). Outside of it, ``watch`` has the bytes of memory and disk
+and the number of files that end the command, and its ``folder``.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -36,8 +38,15 @@ NOT_STARTED = 127
 """Exit code of a command that can't be started."""
 MOST_CLIENTS = 64
 """Clients that are connected at once; more wait."""
-LONG_PATH = 3000
 POLL = 0.1
+SOCKET, PIPE = 256 << 10, 64 << 10
+"""Bytes that count for each socket and pipe: what its buffers may hold."""
+IN_MEMORY = ("/tmp", "/dev/shm")
+SHARED = (b"/dev/zero (deleted)",)
+"""How the kernel names shared memory without a file."""
+LEAST_FREE = 1 << 30
+"""Bytes that commands leave on the disk for others, or a twentieth of it."""
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def main() -> int:
@@ -71,6 +80,8 @@ def main() -> int:
         os.close(pipe)
     if asked:  # while it was forked
         end()
+    elif "seconds" in options:
+        signal.setitimer(signal.ITIMER_REAL, float(options["seconds"]))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # its threads take no signal, which would not wake this one
     if forward:
         threading.Thread(target=connect, args=(listener, forward[1]), daemon=True).start()
@@ -200,18 +211,22 @@ def copy(source: socket.socket, sink: socket.socket) -> None:
 def watch(limits: "dict[str, int | str]", child: int) -> None:
     """End the command when all its processes together use more memory, or its folder more disk, than they may.
 
-    The size of the folder takes time to find, so at most a tenth of a core is spent on it.
+    What they hide takes time to find, and the size of the folder too, so at most a tenth of a core is spent on it.
     """
-    next_look = 0.0
+    hidden, next_look, folder = 0, 0.0, str(limits["folder"])
+    with contextlib.suppress(OSError, ValueError):  # a folder is open for each level of the folders
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     while True:
         processes = descendants_of(os.getpid())
         broken = ""
-        if (most := int(limits["memory"])) and memory_of(processes, most) > most:
-            broken = f"more memory than memory_gb={most / 2**30:g}"
-        elif time.monotonic() >= next_look:
+        if time.monotonic() >= next_look:
             began = time.monotonic()
-            broken = disk_beyond(str(limits["folder"]), processes, int(limits["disk"]), int(limits["files"]))
+            held = Held(processes)
+            hidden = held.memory
+            broken = disk_beyond(folder, held, int(limits["disk"]), int(limits["files"]))
             next_look = time.monotonic() + max(POLL, 9 * (time.monotonic() - began))
+        if not broken and (most := int(limits["memory"])) and memory_of(processes, hidden, most) > most:
+            broken = f"more memory than memory_gb={most / 2**30:g}"
         if broken:
             print(f"turnwise: the container used {broken}, and was ended", file=sys.stderr, flush=True)
             kill_group(child, signal.SIGKILL)
@@ -219,48 +234,118 @@ def watch(limits: "dict[str, int | str]", child: int) -> None:
         time.sleep(POLL)
 
 
-def memory_of(processes: "list[int]", most: int) -> int:
-    """Return the bytes of memory of processes. What they share counts once where a plain sum is more than ``most``."""
-    resident, shares = {}, {}
-    for process in processes:
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{process}/statm") as file:
-            resident[process] = int(file.read().split()[1]) * resource.getpagesize()
-    if sum(resident.values()) <= most:
-        return sum(resident.values())
-    for process in resident:
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{process}/smaps_rollup") as file:
-            shares[process] = 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    return sum((resident | shares).values())
+def memory_of(processes: "list[int]", hidden: int, most: int) -> int:
+    """Return the bytes of memory of processes: what is resident or swapped out, page tables, and what is ``hidden``.
+
+    What they share counts once where a plain sum is more than ``most``.
+    """
+    used = {process: in_kilobytes(f"/proc/{process}/status", b"VmRSS", b"VmPTE", b"VmSwap") for process in processes}
+    if sum(used.values()) + hidden <= most:
+        return sum(used.values()) + hidden
+    total = hidden
+    for process, plain in used.items():
+        shares = in_kilobytes(f"/proc/{process}/smaps_rollup", b"Pss", b"SwapPss")
+        total += shares - in_kilobytes(f"/proc/{process}/smaps_rollup", b"Pss_Shmem") if shares else plain
+        total += in_kilobytes(f"/proc/{process}/status", b"VmPTE") if shares else 0
+    return total
+
+
+def in_kilobytes(path: str, *names: bytes) -> int:
+    """Return the bytes in the lines ``name: number kB`` of a file; 0 if it can't be read."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        lines = (line.split() for line in file)
+        return 1024 * sum(int(line[1]) for line in lines if line and line[0][:-1] in names)
+    return 0
 
 
 class Held:
-    """A folder kept open, so that those below it have short paths."""
+    """What processes hold beyond their folder and their resident memory.
 
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    ``memory`` is that of buffers of sockets and pipes, and of shared memory, which stays when no process has its pages.
+    ``disk`` is that of removed files that are open or mapped. ``files`` counts those in folders that are memory.
+    """
+
+    def __init__(self, processes: "list[int]") -> None:
+        self.memory = self.files = 0
+        self.removed: dict[tuple[int, int], int] = {}
+        self.shared: dict[bytes, int] = {}
+        buffers: dict[int, int] = {}
+        for process in processes:
+            with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as opened:
+                for entry in opened:
+                    with contextlib.suppress(OSError):
+                        found = entry.stat()
+                        if stat.S_ISSOCK(found.st_mode) or stat.S_ISFIFO(found.st_mode):
+                            buffers[found.st_ino] = SOCKET if stat.S_ISSOCK(found.st_mode) else PIPE
+                        elif found.st_nlink == 0:
+                            self.removed[found.st_dev, found.st_ino] = found.st_blocks * 512
+            with contextlib.suppress(OSError), open(f"/proc/{process}/maps", "rb") as file:
+                if b" (deleted)" in (maps := file.read()):
+                    self.look_at(process, maps)
+        self.memory = sum(buffers.values()) + sum(self.shared.values())
+        self.disk = sum(self.removed.values())
+        host = os.stat("/").st_dev
+        for process in reversed(processes):  # the first of them is the tool, outside of the container
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{process}/root").st_dev != host:
+                    places = [os.statvfs(f"/proc/{process}/root{place}") for place in IN_MEMORY]
+                    self.files = sum(place.f_files - place.f_ffree for place in places)
+                    break
+
+    def look_at(self, process: int, maps: bytes) -> None:
+        """Add the removed files that a process has mapped. Only root sees their blocks; others see what is mapped."""
+        for line in maps.splitlines():
+            where, _, offset, device, number, *name = line.split(None, 5)
+            if not name or not name[0].endswith(b" (deleted)"):
+                continue
+            begin, end = (int(place, 16) for place in where.split(b"-"))
+            size = end - begin + int(offset, 16)
+            if name[0] in SHARED:
+                self.shared[number] = max(size, self.shared.get(number, 0))
+                continue
+            major, minor = (int(part, 16) for part in device.split(b":"))
+            key = os.makedev(major, minor), int(number)
+            with contextlib.suppress(OSError):
+                size = os.stat(f"/proc/{process}/map_files/{begin:x}-{end:x}").st_blocks * 512
+            self.removed[key] = max(size, self.removed.get(key, 0))
+
+
+class Folder:
+    """An open folder, below which no link leads elsewhere. It is made readable if its owner made it unreadable."""
+
+    def __init__(self, name: str, above: "Folder | None" = None) -> None:
+        within: int | None = None if above is None else above.number
+        self.number: int
+        try:
+            self.number = os.open(name, FOLDER, dir_fd=within)
+        except PermissionError:
+            bare = os.open(name, getattr(os, "O_PATH", 0) | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
+            try:
+                os.chmod(f"/proc/self/fd/{bare}", 0o700)
+                self.number = os.open(f"/proc/self/fd/{bare}", os.O_RDONLY | os.O_DIRECTORY)
+            finally:
+                os.close(bare)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):
             os.close(self.number)
 
 
-def disk_beyond(folder: str, processes: "list[int]", most: int, most_files: int) -> str:
-    """Return the limit that a folder and its removed but open files exceed; empty if none."""
-    used = files = 0
-    folders: list[tuple[str, Held | None]] = [(folder, None)]
-    while folders:
-        path, held = folders.pop()
+def disk_beyond(folder: str, held: Held, most: int, most_files: int) -> str:
+    """Return the limit that a folder and what is held beyond it exceed, or the lack of disk; empty if there is none."""
+    used, files = held.disk, held.files
+    left: list[tuple[str, Folder | None]] = [(folder, None)]
+    while left:
+        name, above = left.pop()
         try:
-            if len(path) > LONG_PATH:
-                held = Held(path)
-                path = f"/proc/self/fd/{held.number}"
-            with os.scandir(path) as entries:
+            opened = Folder(name, above)
+            with os.scandir(opened.number) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):
                         used += entry.stat(follow_symlinks=False).st_blocks * 512
-                        files += 1
                         if entry.is_dir(follow_symlinks=False):
-                            folders.append((entry.path, held))
+                            left.append((entry.name, opened))
+                    files += 1
                     if used > most:
                         return f"more disk than disk_gb={most / 2**30:g}"
                     if files > most_files:
@@ -268,15 +353,12 @@ def disk_beyond(folder: str, processes: "list[int]", most: int, most_files: int)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 return "more folders in each other than can be counted"
-    removed = {}
-    for process in processes:
-        with contextlib.suppress(OSError), os.scandir(f"/proc/{process}/fd") as opened:
-            for entry in opened:
-                with contextlib.suppress(OSError):
-                    found = entry.stat()
-                    if found.st_nlink == 0:
-                        removed[found.st_dev, found.st_ino] = found.st_blocks * 512
-    return f"more disk than disk_gb={most / 2**30:g}" if used + sum(removed.values()) > most else ""
+            if error.errno in (errno.EACCES, errno.EPERM):
+                return "a folder that can't be read, and so not be counted"
+    system = os.statvfs(folder)
+    if system.f_bavail * system.f_frsize < min(LEAST_FREE, system.f_blocks * system.f_frsize // 20):
+        return f"disk, of which the file system of {folder} has almost none left"
+    return f"more disk than disk_gb={most / 2**30:g}" if used > most else ""
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

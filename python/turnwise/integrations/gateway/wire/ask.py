@@ -59,6 +59,9 @@ def session_over(reason: str) -> WireError:
 
 
 MAX_CHOICES = 16
+MAX_STOPS, LONGEST_STOP = 64, 1000
+"""Stop strings of a request, and characters of one: samplers look for each after each token."""
+LAST_TURN = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -143,11 +146,13 @@ class Ask:
     """The messages that an answer's id stands for in a later request; ``None`` if the dialect has no such ids."""
     not_applied: tuple[str, ...] = ()
     """The fields that were taken and change nothing: wishes for effort or style, and names of speakers."""
+    size: int = 0
+    """Bytes of the request, and of those that it continues."""
 
     @property
     def readable_tools(self) -> list[Tool]:
         """The tools whose calls are read; calls of others stay text."""
-        names = self.choice.names
+        names = None if self.choice.names is None else set(self.choice.names)
         return self.tools if names is None else [tool for tool in self.tools if tool["function"]["name"] in names]
 
     def instructions(self) -> tuple[str, str]:
@@ -234,6 +239,8 @@ class Fields:
         texts = (value,) * bool(value) if isinstance(value, str) else value
         if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) and text for text in texts):
             raise invalid(name, f"got {str(value)[:40]!r}, expected a text or a list of texts")
+        if len(texts) > MAX_STOPS or any(len(text) > LONGEST_STOP for text in texts):
+            raise unsupported(name, f"more than {MAX_STOPS} texts, or one of more than {LONGEST_STOP} characters")
         return tuple(texts)
 
     def turn(self) -> int | None:
@@ -246,8 +253,8 @@ class Fields:
             found = int(turn)
         except (TypeError, ValueError, OverflowError):
             found = -1
-        if found < 0:
-            raise invalid("metadata.turn", f"got {str(turn)[:40]!r}, expected a whole number from 0")
+        if not 0 <= found <= LAST_TURN:
+            raise invalid("metadata.turn", f"got {str(turn)[:40]!r}, expected a whole number from 0 to {LAST_TURN}")
         return found
 
     def finish(self, harmless: Mapping[str, Sequence[Any]], wishes: Sequence[str] = ()) -> tuple[str, ...]:
@@ -273,7 +280,7 @@ def tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         else:
             choice = kind
     known = tool_names(tools)
-    if unknown := [name for name in names or () if name not in known]:
+    if unknown := sorted({*(names or ())} - {*known}):
         raise unsupported("tool_choice", f"no tool {unknown[0]!r}, expected one of {known}")
     if choice in (None, "auto"):
         return ToolChoice(names)

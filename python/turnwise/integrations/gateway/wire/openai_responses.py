@@ -45,9 +45,11 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     messages, _ = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
     messages = plain_messages(messages, JoinParts(earlier.answer_of, as_items, moves_results=True))
     said = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
-    text = fields.take("text", {})
+    text, include = fields.take("text", {}), fields.take("include", [])
     if not isinstance(text, Mapping):
         raise invalid("text", f"got {str(text)[:80]!r}, expected an object")
+    if not isinstance(include, list):
+        raise invalid("include", f"got {str(include)[:80]!r}, expected a list")
     ask = Ask(
         [*said, *messages],
         str(fields.take("model", "")),
@@ -58,7 +60,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         max_tokens=fields.count("max_output_tokens"),
         temperature=fields.number("temperature", 0, 2),
         top_p=fields.number("top_p", 0, 1),
-        logprobs="message.output_text.logprobs" in (fields.take("include") or ()),
+        logprobs="message.output_text.logprobs" in include,
         stream=fields.flag("stream"),
         turn=fields.turn(),
         carried=messages,
