@@ -63,7 +63,11 @@ def test_a_server_names_no_file_of_this_machine(tmp_path: Path) -> None:
         downloads((tmp_path / "secret.tar").as_uri(), tmp_path / "new")
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", gzip.compress(b"no archive"), archive(a=b"1" * 9999)[:-40]])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no archive", gzip.compress(b"no archive"), archive(a=b"1" * 9999)[:-40]],
+    ids=["empty", "text", "compressed text", "cut"],
+)
 def test_damaged_archives_are_errors(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(TinkerServerError, match="http://hostile does not give tinker://run/weights"):
         served(content, tmp_path / "new")

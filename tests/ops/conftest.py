@@ -170,9 +170,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     - Of a simulated GPU: for each op of the table its first layout (`test_contracts.py` calls it ``one``).
     - Of tests that compile a program or ask for the emulator themselves, and of peers: each function's first case.
 
-    A simulated GPU takes seconds for a call: its other cases cover each pair of parameters, the rest don't exist.
+    The cases of a function cover each pair of its parameters on every backend; the rest of their product don't exist.
     """
-    simulated: dict[tuple[str, Target], list[pytest.Function]] = {}
+    products: dict[tuple[str, object], list[pytest.Function]] = {}
     seen: set[str] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or not item.path.is_relative_to(HERE):
@@ -180,17 +180,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         given = item.callspec.params if hasattr(item, "callspec") else {}
         target = given.get("target") or given.get("kernel")
         function = f"{item.path}::{item.originalname}"
+        if hasattr(item, "callspec"):
+            products.setdefault((function, target), []).append(item)
         if isinstance(target, Target) and target.simulated:
             if given.get("layouts") == "one":
                 item.add_marker(pytest.mark.representative)
-            simulated.setdefault((function, target), []).append(item)
         elif item.get_closest_marker("slow") or {"emulator", "compile_and_run"} & {*item.fixturenames}:
             item.add_marker(pytest.mark.slow)
             if function not in seen:
                 item.add_marker(pytest.mark.representative)
             seen.add(function)
     dropped: set[pytest.Item] = set()
-    for cases in simulated.values():
+    for cases in products.values():
         chosen = covering([axes(case) for case in cases], 2)
         dropped |= {case for index, case in enumerate(cases) if index not in chosen}
     config.hook.pytest_deselected(items=list(dropped))

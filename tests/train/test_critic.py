@@ -15,6 +15,7 @@ from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.critic import HEAD, Critic, value_head
+from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
 from turnwise.train.update.update import update_policy
 
 ROWS = np.arange(3)
@@ -120,6 +121,27 @@ def test_an_update_that_fails_leaves_the_bias_as_it_was(small_model, three_rows,
     with pytest.raises(OSError):
         learner.update(three_rows, ["default"], {}, np.random.default_rng(0), lambda done, total: None)
     assert head_of(policy).bias.tolist() == [0] and not learner.torn
+
+
+@pytest.mark.parametrize(
+    "loss", [LossConfig(critic=CriticConfig(lr=0.05)), LossConfig(baseline="optimal_token")], ids=["critic", "token"]
+)
+@pytest.mark.parametrize("taught", [["second"], ["first", "second"]], ids=["one", "all"])
+def test_what_replaces_advantages_leaves_those_of_teachers_alone(policy, three_rows, loss, taught):
+    """No reward pays such an actor: its tokens keep the teacher's advantages, and no value is trained on them."""
+    teachers_replace_rewards({"default": policy}, taught)
+    given = np.arange(9, dtype=np.float32)
+    batch = replace(three_rows, token_advantages=given, group_index=np.zeros(3, dtype=np.int64))
+    terms = terms_of(policy).begin(loss, batch.actors)
+    made = terms.prepare(policy, batch, ROWS, 100)
+    of_taught = np.isin(np.repeat(batch.actor_index, 3), [batch.actors.index(name) for name in taught])
+    changed = made.token_advantages != given
+    assert not changed[of_taught].any() and changed[~of_taught].any() == (len(taught) == 1)
+    if loss.critic is not None:
+        assert terms["critic"].valued.numpy().tolist() == [bool(at % 3) and not of_taught[at] for at in range(9)]
+        before = head_of(policy).weight.tolist()
+        update_policy(policy, batch, UpdateConfig(), LossConfig(critic=loss.critic), np.random.default_rng(0))
+        assert (head_of(policy).weight.tolist() == before) == (len(taught) == 2)
 
 
 def test_what_can_have_no_critic_is_named(small_model):

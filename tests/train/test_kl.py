@@ -14,7 +14,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.kl import KLPenalty, adapted
-from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
 from turnwise.types import Sample
@@ -113,6 +113,17 @@ def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
     assert metrics["default/solver/kl"] == pytest.approx(per_token, rel=1e-4)
     assert not any(name.startswith("frozen") for name in metrics)
     assert penalty.adapt() == {}
+
+
+def test_in_the_reward_it_leaves_out_actors_that_learn_from_teachers_alone(small_model):
+    """They have no penalty, and no metric counts them."""
+    learner = LocalLearner({"default": moved_policy(small_model()[0])}, TrainConfig())
+    teachers_replace_rewards(learner.policies, ["judge"])
+    penalty = KLPenalty(learner.policies, KLConfig(coef=0.25, apply_to="reward"), learner.reference_logprobs)
+    samples = [sample_of(place, [1, 2], [3, 4], [-1.0, -1.0], actor=("solver", "judge")[place]) for place in range(2)]
+    first, second = penalty(samples)
+    assert first != 0 == second
+    assert penalty.adapt().keys() == {"kl", "kl_coef", "kl_penalty", "solver/kl"}
 
 
 def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_trainer, monkeypatch):

@@ -68,6 +68,11 @@ class Distillation:
         if self.hint not in ("none", "best", "episode"):
             raise ValueError(f"hint={self.hint!r}: expected 'none', 'best' or 'episode'")
 
+    @property
+    def unrewarded(self) -> frozenset[str]:
+        """The actors whose rewards their teachers replace."""
+        return frozenset() if self.reward else frozenset(self.teachers)
+
     def check(self, policies: Mapping[str, str], client: InferenceClient) -> None:
         """Raise ``ValueError`` unless ``client`` can score with each teacher. ``policies`` are those of the actors."""
         for actor, teacher in self.teachers.items():

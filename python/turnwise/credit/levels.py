@@ -248,10 +248,10 @@ class LevelCredit(Credit):
         ruled = capabilities_of(self._rule, CreditCapabilities)
         if self._edges and not ruled.mixed_rewards:
             raise ValueError(
-                f"rule={self.rule!r}: it reads the values of reward functions, which edges do not change; expected "
-                "another rule, or no edges"
+                f"rule={self.rule!r}: its advantages don't depend on the rewards of calls, which edges change; "
+                "expected another rule, or no edges"
             )
-        self.capabilities = CreditCapabilities(trees=ruled.trees, ends=False, step_rewards=False, whole_episodes=True)
+        self.capabilities = replace(ruled, ends=False, step_rewards=False, whole_episodes=True)
 
     def compute_columns(self, samples: Sequence[Sample]) -> np.ndarray:
         """Return advantages ``[B]`` float32 of ``samples``, in their order."""

@@ -19,6 +19,7 @@ from turnwise.run.parts import (
     Measure,
     ablations_of,
     build_curriculum,
+    check_choice,
     check_selfplay,
     comparison_problem,
     sampler_of,
@@ -36,6 +37,8 @@ from turnwise.train.config.toml import ConfigError, Problems, to_toml
 from turnwise.train.loop import EvalSet
 from turnwise.train.model.loading import check_models, find_device
 from turnwise.train.resume import settings_to_resume
+from turnwise.train.terms.kl import penalty_problem
+from turnwise.train.terms.registry import unrewarded_problems
 from turnwise.train.update.sft_data import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
 from turnwise.types import (
@@ -94,6 +97,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     for one, part in parts_of(config, task).values():
         with problems.gathered():
             check_reward(one, episodes_of(one, part))
+            check_choice(one, episodes_of(one, part))
     with problems.gathered():
         eval_sets(config, task)
     with problems.gathered():
@@ -104,6 +108,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
         actors = with_quotas(config, actors, task)
     problems.lines += contradictions(resolved, expected_ranks(resolved), task.episodes().values())
     problems.lines += check_tinker(resolved)
+    problems.lines += unrewarded_problems(resolved, actors)
     seats = capabilities_of(task, TaskCapabilities).seats
     problems.lines += check_selfplay(resolved, actors, seats, task.name, exploitability_of(task))
     if config.eval.exploitability_every and exploitability_of(task) is not None:
@@ -206,10 +211,16 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
 
 
 def check_questions(config: TrainConfig, task: Task) -> None:
-    """Raise :class:`ConfigError` if the task can't ask the training questions of a step, or these train nothing.
+    """Raise :class:`ConfigError` if the task can't ask the training questions of a step, or these train nothing, or it
+    has no demonstrations for the warm start.
 
     ``config`` is resolved.
     """
+    if config.warm_start.steps and config.warm_start.data is None:
+        try:
+            task.demonstrations(1, config.seed)
+        except ValueError as error:
+            raise ConfigError(f"config key 'warm_start.steps' = {config.warm_start.steps}: {error}") from None
     if not config.steps:
         return
     questions = config.rollout.prompts_per_step
@@ -330,9 +341,11 @@ def build_credit(config: TrainConfig, task: Task) -> CreditAssigner:
     changed = sorted(config.reward.model_dump(exclude_defaults=True))
     if changed and not can.mixed_rewards:
         raise ConfigError(
-            f"config key 'reward.{changed[0]}' = {getattr(config.reward, changed[0])!r}: has no effect, as the rule "
-            f"{config.credit.rule!r} reads the values of the reward functions themselves: expected no setting here"
+            f"config key 'reward.{changed[0]}' = {getattr(config.reward, changed[0])!r}: has no effect, as advantages "
+            f"of the rule {config.credit.rule!r} don't depend on the rewards of calls: expected no setting here"
         )
+    if problem := penalty_problem(config, can):
+        raise ConfigError(problem)
     if config.filter.dynamic_sampling_rounds:
         try:
             check_stateless(credit)

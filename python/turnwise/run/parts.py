@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from turnwise.arena import Arena, TreeSampler
+from turnwise.arena import Arena, Episode, TreeSampler
 from turnwise.arena.curriculum import Curricula, Curriculum
 from turnwise.credit import registry
 from turnwise.credit.columns import needs_several_attempts
@@ -47,6 +47,19 @@ def sampler_of(config: TrainConfig, actors: Sequence[str]) -> TreeSampler | None
         )
     except ValueError as error:
         raise ConfigError(f"config key 'rollout.tree': {error}") from error
+
+
+def check_choice(config: TrainConfig, episodes: Mapping[str, Episode]) -> None:
+    """Raise :class:`ConfigError` for a tree that chooses among actions of an episode that has no rewards for them."""
+    for name, episode in episodes.items():
+        sampler = getattr(episode, "sampler", None)
+        if isinstance(sampler, TreeSampler) and sampler.unreadable(episode):
+            select = config.rollout.tree.select or "unset"
+            raise ConfigError(
+                f"config key 'rollout.tree.select' = {select!r}: episode {name!r} gives single actions no reward "
+                "(step_reward), and branches that don't go on have no other: expected 'none', which plays all to their "
+                "ends"
+            )
 
 
 def tree_problem(credit: CreditAssigner, config: TrainConfig) -> str:

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import Field, field_validator
 
-from turnwise.arena import MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
-from turnwise.tasks.base import Demonstration, check_demonstrations
-from turnwise.tasks.teams import TeamOptions, solved, valid_format
+from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
+from turnwise.tasks.base import Demonstration, Player, check_demonstrations
+from turnwise.tasks.generated import texts_of
+from turnwise.tasks.teams import TeamOptions, TeamTask, solved, valid_format
 from turnwise.types import EpisodeState, Message, Messages
 
 Role = Literal["tool", "planner", "solver"]
@@ -351,7 +352,7 @@ class RouteOptions(TeamOptions):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Demonstrations
+# Prompts and demonstrations
 # ---------------------------------------------------------------------------------------------------------------------
 LATER = 0.25  # share of the demonstrations that follow a failed round, which their prompt describes
 SUGGESTED = 0.5  # chance that the suggestion shown to a planner is the shortest route, whatever the quality
@@ -359,38 +360,75 @@ UNREAD = 0.1  # share of the replies before a demonstration that could not be re
 
 
 class RouteGame(NamedTuple):
-    """The functions with which a game demonstrates its routes; ``board`` is its maze or level.
+    """The functions with which a game shows its boards and demonstrates its routes; a board is a maze or a level.
 
-    ``messages(actor, board, route=, note=, check=)`` builds the prompt. ``preview(board, route)`` returns a route's
-    outcome. ``suggest(board, quality, rng, blocked)`` makes a route. ``decide(board, suggestion, quality, rng,
-    blocked)`` makes the planner's route. ``failed_round(board, rng)`` returns the board after a failed round, with the
-    outcomes of its walk and of its suggestion.
+    ``show(board, state)`` writes the board, by default in its first state, and ``parse`` reads that text.
+    ``best(board)`` is the route of a player that knows all. ``preview(board, route)`` returns a route's outcome.
+    ``suggest(board, quality, rng, blocked)`` makes a route. ``decide(board, suggestion, quality, rng, blocked)`` makes
+    the planner's route. ``failed_round(board, rng)`` returns the board after a failed round, with the outcomes of its
+    walk and of its suggestion.
     """
 
-    messages: Callable[..., Messages]
+    name: str
+    system_prompts: Mapping[str, str]
+    show: Callable[[Any, Any], str]
+    parse: Callable[[str], Any]
+    best: Callable[[Any], str]
     preview: Callable[[Any, str], RouteOutcome]
     suggest: Callable[[Any, float, Random, str], str]
     decide: Callable[[Any, str, float, Random, str], str]
     failed_round: Callable[[Any, Random], tuple[Any, RouteOutcome, RouteOutcome]]
 
 
+def route_messages(
+    game: RouteGame,
+    actor_id: str,
+    board: Any,
+    state: Any = None,
+    route: str | None = None,
+    note: str = "",
+    check: str = "",
+) -> Messages:
+    """Build the whole prompt of one call: the actor's instruction, and the board in ``state``.
+
+    ``note`` says how the last round failed (:func:`failure_note`), and ``check`` what the suggested ``route`` would do
+    (:func:`check_note`).
+    """
+    system: Message = {"role": "system", "content": game.system_prompts[actor_id]}
+    return [system, board_message(game.show(board, state), route, note, check)]
+
+
+def read_messages(game: RouteGame, messages: Messages) -> tuple[Any, str | None]:
+    """Parse the board, which starts in the state shown, and the suggestion from a prompt of :func:`route_messages`.
+
+    Raises ``ValueError`` for a prompt without a board.
+    """
+    board, route = read_board(messages)
+    return game.parse(board), route
+
+
 def demonstrate_routes(
     game: RouteGame,
     boards: Sequence[Any],
     actors: Sequence[str],
-    rng: Random,
-    quality: float,
-    rounds: int,
+    seed: int | str,
+    quality: float = 0.4,
+    rounds: int = 3,
     answers: int = 1,
     clean: float = 0.0,
 ) -> list[Demonstration]:
-    """Make ``answers`` demonstrations per board. The actors take turns. Some demonstrations show a later round.
+    """Make ``answers`` demonstrations per board. The actors take turns.
 
-    The first demonstrations, a share ``clean`` of them, have quality 1.
+    ``quality`` in [0, 1] is the chance that a route is the shortest. The first demonstrations, a share ``clean`` of
+    them, have quality 1. Some demonstrations belong to a later one of the ``rounds``; they don't repeat the move that
+    the prompt calls blocked. The answers to one prompt follow one another, so that a trie computes the prompt once.
 
-    The answers to one prompt follow one another, so that a trie computes the prompt once for all of them.
+    If ``quality`` is below one half, a fault by habit is the likeliest answer. A model that has learnt the
+    demonstrations well then fails most boards when greedy and solves some when sampled. Reinforcement learning starts
+    from there.
     """
     check_demonstrations(actors, quality)
+    rng = Random(f"{game.name}-demonstrations/{seed}")
     made: list[Demonstration] = []
     for index, drawn in enumerate(boards):
         actor = actors[index % len(actors)]
@@ -404,7 +442,7 @@ def demonstrate_routes(
         if actor == "planner" and rng.random() >= UNREAD:
             suggestion = game.suggest(board, SUGGESTED, rng, blocked)
         check = check_note(game.preview(board, suggestion)._asdict()) if suggestion else ""
-        messages = game.messages(actor, board, route=suggestion, note=note, check=check)
+        messages = route_messages(game, actor, board, route=suggestion, note=note, check=check)
         for _ in range(answers):
             if suggestion:
                 answer = game.decide(board, suggestion, right, rng, blocked)
@@ -412,3 +450,39 @@ def demonstrate_routes(
                 answer = game.suggest(board, right, rng, blocked)
             made.append((actor, messages, format_route(answer)))
     return made
+
+
+class RouteTask(TeamTask):
+    """A game of routes; see :class:`turnwise.tasks.base.Task` for what each method promises.
+
+    A game sets ``game`` and ``episode_class`` and implements :meth:`draw`, :meth:`boards` and :meth:`random_player`.
+    """
+
+    game: ClassVar[RouteGame]
+    episode_class: ClassVar[type[RouteEpisode]]
+    options: Any
+
+    @abstractmethod
+    def boards(self, n: int, seed: str) -> Sequence[Any]:
+        """Draw ``n`` training boards for demonstrations."""
+
+    def episode(self, tree: TreeSampler | None = None) -> Episode:
+        return self.episode_class(**self.options.of_episode(), scoring=self.options.scoring, sampler=tree)
+
+    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
+        options = self.options
+        boards = self.boards(-(-n // options.answers), f"{seed}")
+        return demonstrate_routes(
+            self.game, boards, options.actors, seed, options.quality, options.max_turns, options.answers, options.clean
+        )[:n]
+
+    def texts(self) -> list[str]:
+        """Every role's prompts and replies. They don't depend on the chosen actors, so one tokenizer serves all."""
+        boards = self.boards(60, "texts")
+        return texts_of(demonstrate_routes(self.game, boards, tuple(self.system_prompts), "texts"))
+
+    def oracle(self) -> Player:
+        def play(actor_id: str, messages: Messages) -> str:
+            return format_route(self.game.best(read_messages(self.game, messages)[0]))
+
+        return play

@@ -55,7 +55,8 @@ from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
 from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
-from turnwise.train.terms.kl import KLPenalty
+from turnwise.train.terms.kl import KLPenalty, in_reward
+from turnwise.train.terms.registry import teachers_replace_rewards
 from turnwise.train.validate import check_contradictions
 from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text
@@ -109,6 +110,7 @@ class Trainer:
                 )
         if arena.distillation is not None:
             arena.distillation.check({actor.id: actor.policy for actor in arena.actors.values()}, arena.client)
+            teachers_replace_rewards(policies, arena.distillation.unrewarded)
         needing = [
             name for name, episode in arena.episodes.items() if getattr(episode, "samples_under_grammars", False)
         ]
@@ -146,8 +148,7 @@ class Trainer:
         if config.checkpoint.save_running_episodes:
             arena.episode_checkpoints = EpisodeCheckpoints(config.run_dir / "episodes")
         kl = config.loss.kl
-        in_reward = kl.coef > 0 and kl.apply_to == "reward"
-        self.kl_penalty = KLPenalty(policies, kl, self.learner.reference_logprobs) if in_reward else None
+        self.kl_penalty = KLPenalty(policies, kl, self.learner.reference_logprobs) if in_reward(kl) else None
         arena.reward_penalty = self.kl_penalty or arena.reward_penalty
         arena.constrained_unsupported_reason = self.learner.constrained_unsupported_reason
 

@@ -47,7 +47,8 @@ class CreditCapabilities:
     step_rewards: bool = True
     """It compares rewards of single calls, so that a reward may differ by turn (``reward.turn_shaping``)."""
     mixed_rewards: bool = True
-    """False if it reads the values of reward functions one by one, which ``reward`` settings and edges don't change."""
+    """False if its advantages don't depend on the rewards of calls, as it reads the values of reward functions one by
+    one, or none: settings of ``reward``, a KL in the reward and edges would change nothing."""
     values_of_states: bool = False
     """It needs values of states, estimated from branches or playouts."""
     whole_episodes: bool = False

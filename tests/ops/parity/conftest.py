@@ -144,10 +144,9 @@ def compare(loss: Tensor, logprobs: Tensor, expected: Tensor, leaf: Tensor) -> N
 
 
 @pytest.fixture
-def seeds(target: Any, pytestconfig: pytest.Config) -> Callable[..., range]:
-    """``seeds(4)`` is a quarter of a backend's seeds: 2,000 in `make test-all`, else 200; on simulated GPUs few."""
-    whole = not pytestconfig.option.markexpr
-    count = (2000 if whole else 200) if not target.simulated else 40 if target.emulated else 12
+def seeds(target: Any) -> Callable[..., range]:
+    """``seeds(4)`` is a quarter of a backend's seeds: 200, on simulated GPUs few."""
+    count = 200 if not target.simulated else 40 if target.emulated else 12
 
     def some(parts: int = 1) -> range:
         return range(max(count // parts, 3))

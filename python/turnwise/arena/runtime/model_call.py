@@ -47,6 +47,7 @@ class PendingCall:
             context.steps.append(None)
         if context is not None and context.recorder is not None:
             self.recorded = context.recorder.start_call(context, actor_id, messages, request)
+            self.recorded.turn = self.recorded.turn if turn is None else turn
 
     async def replayed(self) -> ModelResponse | None:
         """Return the response that a replay has for this call; ``None`` if it must be sampled."""

@@ -147,6 +147,15 @@ class TreeSampler:
         """True if an episode may have several scored ends."""
         return self.branching and (self.select is None or self.beam_width > 1)
 
+    def unreadable(self, episode: object) -> bool:
+        """Return True if the branches of ``episode`` have no reward of their own, which selection and training need.
+
+        Only the branches that go on reach the rubric.
+        """
+        hooks = [getattr(type(episode), name, None) for name in ("step_reward", "reward_parts")]
+        none = all(getattr(hook, "__module__", "") == "turnwise.arena.multi_turn" for hook in hooks)
+        return self.selects and self.score_by != "value" and none
+
     def best_share_at(self, batch: int) -> float:
         """Return the probability of selecting the best branch in training batch ``batch``, counted from 0."""
         (first, last), steps = self.best_share, self.share_steps or 1

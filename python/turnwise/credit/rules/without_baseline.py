@@ -33,6 +33,7 @@ class EpisodicCredit(Credit):
 class ConstantCredit(Credit):
     """Gives every call the advantage ``value``, whatever its reward."""
 
+    capabilities = CreditCapabilities(mixed_rewards=False)
     value: float = 1.0
 
     def __post_init__(self) -> None:

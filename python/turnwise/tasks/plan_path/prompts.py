@@ -5,13 +5,13 @@ The prompts are short, so that a tiny model trains fast, and clear to a large on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from random import Random
 
+from turnwise.tasks import routes
 from turnwise.tasks.plan_path.env import PlanPathEnv
 from turnwise.tasks.plan_path.maze import Maze, format_maze, neighbour, parse_maze, shortest_route, walk
-from turnwise.tasks.routes import MOVES, UNREAD, RouteGame, RouteOutcome, board_message, demonstrate_routes, read_board
-from turnwise.types import Message, Messages
+from turnwise.tasks.routes import MOVES, UNREAD, RouteGame, RouteOutcome, demonstrate_routes, route_messages
 
 _REPLY = "Reply with moves, such as U R R D."
 
@@ -22,55 +22,10 @@ SYSTEM_PROMPTS = {
 }
 
 
-def plan_path_messages(
-    actor_id: str, maze: Maze, position: int | None = None, route: str | None = None, note: str = "", check: str = ""
-) -> Messages:
-    """Build the whole prompt of one call: the actor's instruction, and the board with the walker at ``position``.
-
-    ``note`` says how the last round failed, and ``check`` what the suggested ``route`` would do;
-    :func:`turnwise.tasks.routes.failure_note` and :func:`~turnwise.tasks.routes.check_note` write them.
-    """
-    system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
-    return [system, board_message(format_maze(maze, position), route, note, check)]
-
-
-def read_messages(messages: Messages) -> tuple[Maze, str | None]:
-    """Parse the maze and the suggestion from a prompt of :func:`plan_path_messages`.
-
-    The maze starts at the walker's cell. Raises ``ValueError`` for a prompt without a board.
-    """
-    board, route = read_board(messages)
-    return parse_maze(board), route
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Demonstrations
 # ---------------------------------------------------------------------------------------------------------------------
 HABIT = 0.8  # share of the faulty routes that are straight; the others have the same moves in a random order
-
-
-def demonstrations(
-    mazes: Sequence[Maze],
-    actors: Sequence[str],
-    seed: int | str,
-    quality: float = 0.4,
-    rounds: int = 3,
-    answers: int = 1,
-    clean: float = 0.0,
-) -> list[tuple[str, Messages, str]]:
-    """Make ``answers`` tuples ``(actor id, messages, completion)`` per maze. The actors take turns.
-
-    ``quality`` in [0, 1] is the chance that a route is the shortest one. A faulty route usually (``HABIT``) goes
-    straight: first up or down, then left or right, through any wall. A planner walks a suggestion that reaches the
-    goal, and finds another route if it doesn't. Some demonstrations belong to a later one of the ``rounds``; they don't
-    repeat the move that the prompt calls blocked.
-
-    If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
-    then fails most mazes when greedy and solves some when sampled. Reinforcement learning starts from there.
-    """
-    rng = Random(f"plan-path-demonstrations/{seed}")
-    game = RouteGame(plan_path_messages, preview, suggest, decide, failed_round)
-    return demonstrate_routes(game, mazes, actors, rng, quality, rounds, answers, clean)
 
 
 def straight_route(maze: Maze, first: str = "U") -> str:
@@ -143,3 +98,14 @@ def failed_round(maze: Maze, rng: Random) -> tuple[Maze, RouteOutcome, RouteOutc
     suggested = env.preview(suggestion)
     walked = env.step(route and (suggestion or route)).outcome
     return maze._replace(start=env.position), walked, suggested
+
+
+GAME = RouteGame(
+    "plan-path", SYSTEM_PROMPTS, format_maze, parse_maze, shortest_route, preview, suggest, decide, failed_round
+)
+plan_path_messages = partial(route_messages, GAME)
+"""Builds a prompt about a maze; the third argument is the walker's cell."""
+read_messages = partial(routes.read_messages, GAME)
+demonstrations = partial(demonstrate_routes, GAME)
+"""Demonstrates routes through mazes. A faulty route usually (``HABIT``) goes straight: first up or down, then left or
+right, through any wall. A planner walks a suggestion that reaches the goal, and finds another route if it doesn't."""

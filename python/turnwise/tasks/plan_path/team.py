@@ -8,23 +8,20 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from turnwise.arena import Episode, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split
-from turnwise.tasks.generated import texts_of
+from turnwise.tasks.base import Player, Split
 from turnwise.tasks.plan_path.env import Goal, PlanPathEnv, PlanPathScoring
 from turnwise.tasks.plan_path.maze import (
     MAX_WALLS,
     SIDES,
+    Maze,
     MazeDifficulty,
     check_difficulty,
     draw_mazes,
     format_maze,
     parse_maze,
-    shortest_route,
 )
-from turnwise.tasks.plan_path.prompts import SYSTEM_PROMPTS, demonstrations, read_messages
-from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, format_route
-from turnwise.tasks.teams import TeamTask
+from turnwise.tasks.plan_path.prompts import GAME, SYSTEM_PROMPTS, read_messages
+from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, RouteTask, format_route
 from turnwise.types import EpisodeState, Messages
 
 
@@ -83,8 +80,8 @@ class PlanPathOptions(RouteOptions):
         return PlanPathScoring(self.shaping, goal=self.goal)
 
 
-class PlanPathTask(TeamTask):
-    """Find routes through mazes; see :class:`turnwise.tasks.base.Task` for what each method promises.
+class PlanPathTask(RouteTask):
+    """Find routes through mazes.
 
     Example: ``PlanPathTask(PlanPathOptions(side=6, min_route=3))``
     """
@@ -92,14 +89,10 @@ class PlanPathTask(TeamTask):
     name = "plan_path"
     key = "maze"
     system_prompts = SYSTEM_PROMPTS
+    game = GAME
+    episode_class = PlanPathEpisode
     options_type = PlanPathOptions
     options: PlanPathOptions
-
-    def episode(self, tree: TreeSampler | None = None) -> Episode:
-        options = self.options
-        return PlanPathEpisode(
-            actors=options.actors, max_turns=options.max_turns, scoring=options.scoring, sampler=tree
-        )
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
         return [format_maze(maze) for maze in draw_mazes(split, n, seed, self.options.difficulty)]
@@ -107,23 +100,8 @@ class PlanPathTask(TeamTask):
     def seed_parts(self, question: str) -> Sequence[Any]:
         return parse_maze(question)
 
-    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        options = self.options
-        mazes = draw_mazes("train", -(-n // options.answers), f"demonstrations/{seed}", options.difficulty)
-        return demonstrations(
-            mazes, options.actors, seed, options.quality, options.max_turns, options.answers, options.clean
-        )[:n]
-
-    def texts(self) -> list[str]:
-        """Every role's prompts and replies. They don't depend on the chosen actors, so one tokenizer serves all."""
-        mazes = draw_mazes("train", 60, "texts", self.options.difficulty)
-        return texts_of(demonstrations(mazes, tuple(SYSTEM_PROMPTS), "texts"))
-
-    def oracle(self) -> Player:
-        def play(actor_id: str, messages: Messages) -> str:
-            return format_route(shortest_route(read_messages(messages)[0]))
-
-        return play
+    def boards(self, n: int, seed: str) -> list[Maze]:
+        return draw_mazes("train", n, seed if seed == "texts" else f"demonstrations/{seed}", self.options.difficulty)
 
     def random_player(self, seed: int) -> Player:
         """A player that names 1 to ``2 * side`` random moves."""

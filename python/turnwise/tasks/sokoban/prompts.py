@@ -5,13 +5,13 @@ The prompts are short, so that a tiny model trains fast, and clear to a large on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from random import Random
 
-from turnwise.tasks.routes import MOVES, UNREAD, RouteGame, RouteOutcome, board_message, demonstrate_routes, read_board
+from turnwise.tasks import routes
+from turnwise.tasks.routes import MOVES, UNREAD, RouteGame, RouteOutcome, demonstrate_routes, route_messages
 from turnwise.tasks.sokoban.env import SokobanEnv
-from turnwise.tasks.sokoban.level import Level, State, distances, format_level, parse_level, shortest_route, walk
-from turnwise.types import Message, Messages
+from turnwise.tasks.sokoban.level import Level, distances, format_level, parse_level, shortest_route, walk
 
 _RULES = "Sokoban: A pushes each box B onto a goal G, * is done, # a wall."
 _REPLY = "Reply with moves, such as U R R D."
@@ -23,55 +23,10 @@ SYSTEM_PROMPTS = {
 }
 
 
-def sokoban_messages(
-    actor_id: str, level: Level, state: State | None = None, route: str | None = None, note: str = "", check: str = ""
-) -> Messages:
-    """Build the whole prompt of one call: the actor's instruction and the board in ``state``.
-
-    ``note`` says how the last round failed, and ``check`` what the suggested ``route`` would do;
-    :func:`turnwise.tasks.routes.failure_note` and :func:`~turnwise.tasks.routes.check_note` write them.
-    """
-    system: Message = {"role": "system", "content": SYSTEM_PROMPTS[actor_id]}
-    return [system, board_message(format_level(level, state), route, note, check)]
-
-
-def read_messages(messages: Messages) -> tuple[Level, str | None]:
-    """Parse the level and the suggestion from a prompt of :func:`sokoban_messages`.
-
-    The level starts in the state that the prompt shows. Raises ``ValueError`` for a prompt without a board.
-    """
-    board, route = read_board(messages)
-    return parse_level(board), route
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Demonstrations
 # ---------------------------------------------------------------------------------------------------------------------
 HABIT = 0.8  # share of the faulty routes that run straight at the box; the others have a wrong move
-
-
-def demonstrations(
-    levels: Sequence[Level],
-    actors: Sequence[str],
-    seed: int | str,
-    quality: float = 0.4,
-    rounds: int = 3,
-    answers: int = 1,
-    clean: float = 0.0,
-) -> list[tuple[str, Messages, str]]:
-    """Make ``answers`` tuples ``(actor id, messages, completion)`` per level. The actors take turns.
-
-    ``quality`` in [0, 1] is the chance that a route is the shortest solution. A faulty route usually (``HABIT``) runs
-    straight at the box and on to the goal, whatever it pushes. Other faulty routes have one wrong move, and random
-    moves after it. A planner keeps a suggestion that solves the level, and replaces any other. Some demonstrations
-    belong to a later one of the ``rounds``; they don't repeat the move that the prompt calls blocked.
-
-    If ``quality`` is below one half, the habit is the likeliest answer. A model that has learnt the demonstrations well
-    then fails most levels when greedy and solves some when sampled. Reinforcement learning starts from there.
-    """
-    rng = Random(f"sokoban-demonstrations/{seed}")
-    game = RouteGame(sokoban_messages, preview, suggest, decide, failed_round)
-    return demonstrate_routes(game, levels, actors, rng, quality, rounds, answers, clean)
 
 
 def suggest(level: Level, quality: float, rng: Random, blocked: str = "") -> str:
@@ -132,3 +87,18 @@ def failed_round(level: Level, rng: Random) -> tuple[Level, RouteOutcome, RouteO
     suggested = env.preview(suggestion)
     walked = env.step(route and (suggestion or route)).outcome
     return level._replace(start=env.state), walked, suggested
+
+
+def best(level: Level) -> str:
+    """Return the shortest solution, or the move ``U`` if none is left."""
+    return shortest_route(level) if level.start in distances(level) else "U"
+
+
+GAME = RouteGame("sokoban", SYSTEM_PROMPTS, format_level, parse_level, best, preview, suggest, decide, failed_round)
+sokoban_messages = partial(route_messages, GAME)
+"""Builds a prompt about a level; the third argument is its state."""
+read_messages = partial(routes.read_messages, GAME)
+demonstrations = partial(demonstrate_routes, GAME)
+"""Demonstrates solutions of levels. A faulty route usually (``HABIT``) runs straight at the box and on to the goal,
+whatever it pushes. Other faulty routes have one wrong move, and random moves after it. A planner keeps a suggestion
+that solves the level, and replaces any other."""

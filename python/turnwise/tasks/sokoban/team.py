@@ -7,10 +7,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from turnwise.arena import Episode, TreeSampler
-from turnwise.tasks.base import Demonstration, Player, Split
-from turnwise.tasks.generated import texts_of
-from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, format_route
+from turnwise.tasks.base import Player, Split
+from turnwise.tasks.routes import MOVES, RouteEpisode, RouteOptions, RouteTask, format_route
 from turnwise.tasks.sokoban.env import SokobanEnv
 from turnwise.tasks.sokoban.level import (
     SIDES,
@@ -21,10 +19,8 @@ from turnwise.tasks.sokoban.level import (
     draw_levels,
     format_level,
     parse_level,
-    shortest_route,
 )
-from turnwise.tasks.sokoban.prompts import SYSTEM_PROMPTS, demonstrations, read_messages
-from turnwise.tasks.teams import TeamTask
+from turnwise.tasks.sokoban.prompts import GAME, SYSTEM_PROMPTS
 from turnwise.types import EpisodeState, Messages
 
 
@@ -76,8 +72,8 @@ class SokobanOptions(RouteOptions):
         return LevelDifficulty(self.side, self.boxes, self.min_route)
 
 
-class SokobanTask(TeamTask):
-    """Push boxes onto goals; see :class:`turnwise.tasks.base.Task` for what each method promises.
+class SokobanTask(RouteTask):
+    """Push boxes onto goals.
 
     Example: ``SokobanTask(SokobanOptions(side=7, boxes=2, min_route=8))``
     """
@@ -85,37 +81,17 @@ class SokobanTask(TeamTask):
     name = "sokoban"
     key = "level"
     system_prompts = SYSTEM_PROMPTS
+    game = GAME
+    episode_class = SokobanEpisode
     options_type = SokobanOptions
     options: SokobanOptions
-
-    def episode(self, tree: TreeSampler | None = None) -> Episode:
-        options = self.options
-        return SokobanEpisode(actors=options.actors, max_turns=options.max_turns, scoring=options.scoring, sampler=tree)
 
     def draw(self, split: Split, n: int, seed: int | str) -> list[str]:
         return [format_level(level) for level in draw_levels(split, n, seed, self.options.difficulty)]
 
-    def demonstrations(self, n: int, seed: int) -> list[Demonstration]:
-        """Demonstrate on training levels. A level may repeat, with another answer."""
-        options = self.options
-        levels = self._levels(-(-n // options.answers), f"{seed}")
-        return demonstrations(
-            levels, options.actors, seed, options.quality, options.max_turns, options.answers, options.clean
-        )[:n]
-
-    def texts(self) -> list[str]:
-        """Every role's prompts and replies. They don't depend on the chosen actors, so one tokenizer serves all."""
-        shown = demonstrations(self._levels(60, "texts"), tuple(SYSTEM_PROMPTS), "texts")
-        return texts_of(shown)
-
-    def oracle(self) -> Player:
-        """A player that plays the shortest solution, or the move ``U`` if none is left."""
-
-        def play(actor_id: str, messages: Messages) -> str:
-            level, _ = read_messages(messages)
-            return format_route(shortest_route(level) if level.start in distances(level) else "U")
-
-        return play
+    def boards(self, n: int, seed: str) -> list[Level]:
+        """Draw training levels, of which the smallest sizes have fewer than a warm start has demonstrations."""
+        return draw_levels("train", n, f"demonstrations/{seed}", self.options.difficulty, repeats=True)
 
     def random_player(self, seed: int) -> Player:
         """A player that names 1 to ``2 * side`` random moves."""
@@ -125,7 +101,3 @@ class SokobanTask(TeamTask):
             return format_route("".join(rng.choices(list(MOVES), k=rng.randint(1, 2 * self.options.side))))
 
         return play
-
-    def _levels(self, n: int, seed: str) -> list[Level]:
-        """Draw training levels, of which the smallest sizes have fewer than a warm start has demonstrations."""
-        return draw_levels("train", n, f"demonstrations/{seed}", self.options.difficulty, repeats=True)

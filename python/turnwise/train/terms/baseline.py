@@ -44,6 +44,10 @@ class OptimalTokenBaseline(Term):
             why = "expected 'credit' with loss.critic, whose values are the baseline"
             yield problem("loss.baseline", why, loss.baseline)
 
+    def needing_rewards(self, config: LossConfig) -> Iterator[str]:
+        if self.is_on(config):
+            yield "loss.baseline"
+
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         if self.is_on(config):
             yield "loss.baseline", config.baseline, "the server has no probabilities of all tokens: expected 'credit'"
@@ -56,6 +60,9 @@ class OptimalTokenBaseline(Term):
         """Return ``batch`` with advantages per token for ``rows``. Raises ``ValueError`` for a batch without groups."""
         if batch.group_index is None:
             raise ValueError("batch.group_index=None: expected the groups of a credit rule with loss.baseline")
+        self._mean = 0.0
+        if not len(rows):
+            return batch
 
         def read_both(micro: MicroBatch) -> Tensor:
             read = policy.read(micro, Needs(squares=True))

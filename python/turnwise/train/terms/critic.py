@@ -58,6 +58,13 @@ class Critic(Term):
         if self.is_on(run.config.loss) and run.ranks > 1:
             why = f"a value head trains in one process, not in {run.ranks}: expected no setting here"
             yield problem("loss.critic", why)
+        if self.is_on(run.config.loss) and run.config.update.sequence_layout == "padded":
+            why = "a value head reads packed rows: expected another one with loss.critic"
+            yield problem("update.sequence_layout", why, "padded")
+
+    def needing_rewards(self, config: LossConfig) -> Iterator[str]:
+        if config.critic is not None:
+            yield "loss.critic"
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         if config.critic is not None:
@@ -73,10 +80,16 @@ class Critic(Term):
 
     @torch.no_grad()
     def prepare(self, policy: Policy, batch: TrainingBatch, rows: np.ndarray, max_tokens: int | str) -> TrainingBatch:
-        """Return ``batch`` with advantages per token for ``rows``, and keep the targets of the head."""
+        """Return ``batch`` with advantages per token for ``rows``, and keep the targets of the head, whose tokens are
+        those of these rows."""
         assert self.config.critic is not None
         self.attach(policy, self.config)
         self._head = policy.heads[HEAD].module
+        self._measured: dict[str, float] = {}
+        self.valued = torch.zeros(len(batch.token_ids), dtype=torch.bool, device=policy.device)
+        self.old_values, self.returns = torch.zeros((2, *self.valued.shape), device=policy.device)
+        if not len(rows):
+            return batch
 
         def read_values(micro: MicroBatch) -> Tensor:
             return self._values(policy.read(micro, Needs(logprobs=False, hidden=True)))
@@ -86,6 +99,7 @@ class Critic(Term):
             len(batch.token_ids), policy.cut(batch, rows, policy.micro_batch_tokens(max_tokens)), read_values
         )
         whole = pack(batch, rows)
+        self.valued[whole.token_N.to(self.valued.device)] = True
         trained_N, values_N = whole.mask_N != 0, read.cpu()[whole.token_N]
         rewards_N = at_last_token(whole.advantages_B, whole.row_N, trained_N)
         offset = (whole.advantages_B[whole.row_N] - values_N)[trained_N].double().mean()
@@ -95,7 +109,6 @@ class Critic(Term):
             read[whole.token_N.to(read.device)] += offset.to(read)
         lam = self.config.critic.lam
         advantages_N, returns_N = gae(rewards_N, values_N, mask=whole.mask_N, cu_seqlens=whole.cu_seqlens, lam=lam)
-        self._measured: dict[str, float] = {}
         for index, actor in enumerate(batch.actors):
             of_actor = trained_N & (whole.actor_ids_B[whole.row_N] == index)
             if of_actor.any():
@@ -113,7 +126,11 @@ class Critic(Term):
         return values
 
     def minibatch(self, policy: Policy | None, parts: list[Part]) -> None:
-        self.tokens = sum(int(part.micro.mask_N.bool().sum()) for part in parts)
+        self.tokens = sum(int(self._mask(part.micro).bool().sum()) for part in parts)
+
+    def _mask(self, micro: MicroBatch) -> Tensor:
+        """Return the mask ``[N]`` of the tokens that train and have a value."""
+        return micro.mask_N * self.valued[micro.token_N]
 
     def loss(self, read: Read, part: Part) -> Added | None:
         """Return the value loss of a micro-batch, over the tokens of its minibatch."""
@@ -122,10 +139,10 @@ class Critic(Term):
             self._values(read),
             self.old_values[micro.token_N],
             self.returns[micro.token_N],
-            mask=micro.mask_N,
+            mask=self._mask(micro),
             cu_seqlens=micro.cu_seqlens,
             clip=CLIP,
-            normalizer=float(self.tokens),
+            normalizer=float(max(self.tokens, 1)),
         )
         trained = micro.mask_N.bool().sum().clamp(min=1)
         metrics = {

@@ -19,7 +19,7 @@ from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import terms_of
 from turnwise.train.terms.term import Part, Term
-from turnwise.types import Sample, TrainingBatch
+from turnwise.types import CreditCapabilities, Sample, TrainingBatch
 
 ERROR_BOUND = 0.2
 """Bound to which a KL's relative distance from the target is clipped (Ziegler et al. 2019, section 2.2)."""
@@ -45,6 +45,10 @@ class KLTerm(Term):
             yield problem("loss.kl.target", "needs loss.kl.coef > 0, the coefficient that it starts from")
         if kl.refresh_every is not None:
             yield from _refresh_problems(run.config)
+
+    def needing_rewards(self, config: LossConfig) -> Iterator[str]:
+        if in_reward(config.kl):
+            yield "loss.kl.apply_to"
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         if config.kl.coef and self.is_on(config):
@@ -158,13 +162,29 @@ def reference_logprobs(policy: Policy, batch: TrainingBatch, max_tokens: int) ->
     return policy.over_stream(len(batch.token_ids), micros, lambda micro: read.read(micro).logprobs_N).double().cpu()
 
 
+def penalty_problem(config: TrainConfig, can: CreditCapabilities) -> str:
+    """Return why a KL in the reward would change no advantage of a credit rule; empty if it would."""
+    if not in_reward(config.loss.kl) or can.mixed_rewards:
+        return ""
+    why = (
+        f"has no effect, as advantages of the rule {config.credit.rule!r} don't depend on the rewards of calls: "
+        "expected 'loss'"
+    )
+    return problem("loss.kl.apply_to", why, "reward")
+
+
+def in_reward(config: KLConfig) -> bool:
+    """Return True if the KL is taken from the reward."""
+    return config.coef > 0 and config.apply_to == "reward"
+
+
 class KLPenalty:
     """The penalty ``coef * sum(sampled - reference log-prob)`` over a row's trained tokens, taken from its reward.
 
     The sum is the k1 estimate of ``KL(sampler || reference)`` of the row, under the weights that sampled it;
     ``reference_logprobs`` are those of :class:`~turnwise.train.learner.learner.Learner`. The
     trainer sets it as ``arena.reward_penalty``, and calls :meth:`adapt` after the update. Rows of policies without a
-    reference have no penalty.
+    reference have no penalty, and none of actors that learn from their teachers alone: no reward reaches them.
     """
 
     def __init__(
@@ -182,7 +202,8 @@ class KLPenalty:
         penalties = np.zeros(len(samples))
         self._measured = {}
         for name, policy in self.policies.items():
-            rows = [row for row, sample in enumerate(samples) if sample.policy == name]
+            paid = [sample.actor not in terms_of(policy).unrewarded for sample in samples]
+            rows = [row for row, sample in enumerate(samples) if sample.policy == name and paid[row]]
             if policy.reference is None or not rows:
                 continue
             kl_B, tokens_B = self._row_kl(name, [samples[row] for row in rows])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
 from importlib import import_module
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import PolicyLoss, policy_loss
-from turnwise.train.config.base import RunFacts
+from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig
+from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Part, Term
-from turnwise.types import TrainingBatch
+from turnwise.types import Actor, TrainingBatch
 
 TERMS = (
     "masks:Masks",
@@ -58,6 +59,9 @@ class Terms:
     def __init__(self) -> None:
         self.all: dict[str, Term] = {term.name: term() for term in classes(TERMS)}
         self.on: list[Term] = []
+        self.unrewarded: frozenset[str] = frozenset()
+        """Actors whose advantages are those of their teachers alone: no term replaces them by others, and no penalty
+        changes their rewards."""
 
     def __getitem__(self, name: str) -> Any:
         return self.all[name]
@@ -86,9 +90,14 @@ class Terms:
         return {metric: count for term in self.on for metric, count in term.weights.items()}
 
     def prepare(self, policy: Policy, batch: TrainingBatch, rows: np.ndarray, max_tokens: int | str) -> TrainingBatch:
-        """Return ``batch`` as the terms change it for the ``rows`` of ``policy``."""
+        """Return ``batch`` as the terms change it for the ``rows`` of ``policy``.
+
+        Those that replace advantages get the rows that a reward pays; there may be none.
+        """
+        taught = [index for index, actor in enumerate(batch.actors) if actor in self.unrewarded]
+        paid = rows[~np.isin(batch.actor_index[rows], taught)]
         for term in self.on:
-            batch = term.prepare(policy, batch, rows, max_tokens)
+            batch = term.prepare(policy, batch, paid if term.effect == "replaces" else rows, max_tokens)
         return batch
 
     def minibatch(self, policy: Policy | None, parts: list[Part]) -> list[Part]:
@@ -145,6 +154,12 @@ def terms_of(policy: Policy) -> Terms:
     return terms
 
 
+def teachers_replace_rewards(policies: Mapping[str, Policy], actors: Iterable[str]) -> None:
+    """Note that these actors learn from their teachers alone."""
+    for policy in policies.values():
+        terms_of(policy).unrewarded = frozenset(actors)
+
+
 def attach_terms(policy: Policy, config: LossConfig) -> None:
     """Give ``policy`` what the terms of ``config`` train beside its model. Raises ``ValueError`` for one that can't."""
     for term in terms_of(policy).all.values():
@@ -166,6 +181,18 @@ def loss_problems(run: RunFacts) -> list[str]:
     """Return the problems of the terms' settings, one line each. It tries the loss on two rows of two tokens."""
     problems = [line for term in Terms().all.values() for line in term.problems(run)]
     return problems + check_loss(run.config.loss)
+
+
+def unrewarded_problems(config: TrainConfig, actors: Sequence[Actor]) -> list[str]:
+    """Return one line for each setting without effect, if every actor that trains learns from its teacher alone."""
+    trained = [
+        actor.id for actor in actors if actor.policy in config.policies and config.policies[actor.policy].trainable
+    ]
+    if config.distill.reward or not trained or not config.teachers().keys() >= set(trained):
+        return []
+    why = "has no effect, as all actors that train learn from their teachers alone: expected distill.reward = true"
+    keys = [key for term in Terms().all.values() for key in term.needing_rewards(config.loss)]
+    return [problem(key, f"{why}, or no setting here") for key in keys]
 
 
 def check_loss(config: LossConfig) -> list[str]:

@@ -12,7 +12,7 @@ from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import ENTROPIES, Needs, Read
 from turnwise.train.model.policy import Policy
-from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
 from turnwise.train.terms.term import Added, Part, Term
 from turnwise.types import Actor, Sample
 
@@ -40,7 +40,11 @@ def teach(policy: Policy, teaching: Teaching) -> None:
 
 
 def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], config: TrainConfig) -> None:
-    """Give each policy the teachers of its actors, if their forward KL is in the loss (``distill.top_k``)."""
+    """Give each policy the teachers of its actors, if their forward KL is in the loss (``distill.top_k``).
+
+    Every rank calls it, and knows then which actors learn from their teachers alone.
+    """
+    teachers_replace_rewards(policies, () if config.distill.reward else config.teachers())
     policy_of = {actor.id: actor.policy for actor in actors}
     by_policy: dict[str, dict[str, Policy]] = {}
     for actor, teacher in config.teachers().items() if config.distill.top_k else ():

@@ -90,6 +90,10 @@ class Term:
         """Yield a line for each of its settings that is valid alone but doesn't fit ``run``."""
         return iter(())
 
+    def needing_rewards(self, config: LossConfig) -> Iterator[str]:
+        """Yield its keys that mean nothing where no actor that trains learns from its rewards."""
+        return iter(())
+
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
         """Yield its keys with their values and the reason why a server that has only policy losses can't serve them."""
         return iter(())

@@ -1,0 +1,368 @@
+"""The table of features: what each of its values adds to a config. A new feature is a line of :data:`FEATURES`.
+
+The first value of a feature is the one that other tests mostly run. Keys of a config that no feature sets are in
+:data:`ELSEWHERE`, with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Fragment = dict[str, Any]
+"""Dotted config keys and their values."""
+
+SUMS = {"task": "pair_tasks:Sums", "task_options": {"max_tokens": 6}}
+KUHN = {"task": "kuhn_poker", "task_options": {"max_tokens": 6}}
+CLUES = {"task": "split_clues", "task_options": {"digits": 2}}
+SEVERAL = {
+    "tasks": {
+        "sums": {"task": "pair_tasks:Sums", "options": {"max_tokens": 4}},
+        "words": {"task": "pair_tasks:Words", "options": {"max_tokens": 8}, "weight": 2},
+    }
+}
+AGENT = {"task": "gateway:pair_tasks:agent", "task_options": {"max_tokens": 4, "replayable": True}}
+
+LAST = {"pair_tasks:Sums": "checker", "kuhn_poker": "player1", "split_clues": "writer", "": "critic"}
+FIRST = {"pair_tasks:Sums": "solver", "kuhn_poker": "player0", "split_clues": "reader", "": "writer"}
+
+
+REWARDS = {"game": "payoff", "clues": "solved", "agent": "reported_reward"}
+"""A reward function of tasks, others have ``right``."""
+
+
+def _kl(**settings: Any) -> Fragment:
+    return {f"loss.kl.{key}": value for key, value in {"coef": 0.2, **settings}.items()}
+
+
+def _rule(rule: str, **options: Any) -> Fragment:
+    return {"credit.rule": rule, **({"credit.options": options} if options else {})}
+
+
+def _tree(**settings: Any) -> Fragment:
+    return {"rollout.branches": 2, **{f"rollout.tree.{key}": value for key, value in settings.items()}}
+
+
+def _teacher(**settings: Any) -> Fragment:
+    own = {"policies.big.path": "tiny", "actors.LAST.teacher": "big"}
+    return own | {f"distill.{key}": value for key, value in settings.items()}
+
+
+FEATURES: dict[str, dict[str, Fragment]] = {
+    "task": {"sums": SUMS, "game": KUHN, "clues": CLUES, "several": SEVERAL, "agent": AGENT},
+    "tree": {
+        "none": {},
+        "first": _tree(),
+        "best": _tree(select="best", score_by="return"),
+        "mixed": _tree(select="mixed", best_share=0.7, branch_at=["LAST"]),
+        "sample": _tree(select="sample", temperature=0.5),
+        "all": _tree(select="none"),
+        "beam": _tree(beam_width=2),
+        "playouts": _tree(select="best", score_by="value", playouts=1),
+    },
+    "credit": {
+        "task": {},
+        "grpo": _rule("grpo"),
+        "at_grpo": _rule("at_grpo"),
+        "gigpo": _rule("gigpo"),
+        "reinforce_pp": _rule("reinforce_pp"),
+        "vine": _rule("vine"),
+        "rae": _rule("rae"),
+        "constant": _rule("constant", value=0.5),
+        "hierarchy": _rule("hierarchy"),
+        "pass_at_k": _rule("pass_at_k", k=2),
+        "gdpo": _rule("gdpo", rewards={"REWARD": 1.0}),
+    },
+    "reward": {
+        "own": {},
+        "mix": {"reward.alpha": 0.5, "reward.mode": "convex"},
+        "difference": {"reward.difference": 0.5},
+        "ramp": {"reward.turn_shaping": "ramp"},
+        "discount": {"reward.turn_shaping": "discount", "reward.gamma": 0.5},
+        "overlong": {"reward.overlong_buffer": 3, "reward.overlong_penalty": 0.5},
+        "invalid": {"reward.invalid_cost": 0.5},
+        "threshold": {"reward.threshold": 0.5},
+    },
+    "policies": {
+        "shared": {},
+        "adapters": {"policy_sharing": "lora_per_actor"},
+        "models": {"policy_sharing": "model_per_actor", "policies.default.optimizer": {"lr": 1e-3}},
+        "frozen": {"policies.ice": {"path": "tiny", "trainable": False}, "actors.FIRST.policy": "ice"},
+    },
+    "teacher": {
+        "none": {},
+        "model": _teacher(coef=0.5),
+        "top_k": _teacher(top_k=3),
+        "reward": _teacher(reward=True),
+        "self": {"actors.LAST.teacher": "default", "distill.hint": "best"},
+    },
+    "loss": {
+        "clip": {},
+        "gspo": {"loss.type": "gspo"},
+        "cispo": {"loss.type": "cispo"},
+        "reinforce": {"loss.type": "reinforce"},
+        "kl-cov": {"loss.type": "kl-cov"},
+        "dppo": {"loss.type": "dppo"},
+        "dro": {"loss.type": "dro", "loss.options": {"beta": 0.1}},
+    },
+    "aggregation": {
+        "tokens": {},
+        "rows": {"loss.aggregation": "seq-mean-token-mean"},
+        "norm": {"loss.aggregation": "seq-mean-token-sum-norm", "loss.max_length": 16},
+        "actors": {"loss.aggregation": "agent-mean"},
+    },
+    "kl": {
+        "none": {},
+        "loss": _kl(estimator="k2", importance_weighted=True),
+        "reward": _kl(apply_to="reward"),
+        "target": _kl(target=0.01, horizon=10),
+        "refresh": _kl(refresh_every=1),
+        "other": _kl() | {"policies.default.reference": "tiny"},
+    },
+    "entropy": {
+        "none": {},
+        "coefficient": {"loss.entropy_coef": 0.01},
+        "target": {"loss.entropy_coef": 0.01, "loss.entropy_target": 2.0, "loss.entropy_step": 0.01},
+    },
+    "baseline": {
+        "credit": {},
+        "critic": {"loss.critic.lr": 0.01, "loss.critic.lam": 0.9},
+        "token": {"loss.baseline": "optimal_token"},
+    },
+    "masks": {
+        "none": {},
+        "rejection": {"loss.masks.rejection": {"seq-mean-k1": [0.5, 2.0]}, "update.old_logprobs": "recompute"},
+        "drift": {"loss.masks.off_policy": 0.1, "loss.masks.second_moment": 0.001},
+        "entropy": {"loss.masks.top_entropy": 0.4},
+    },
+    "observations": {"no": {}, "yes": {"loss.observations": 0.05}},
+    "correction": {
+        "none": {},
+        "row": {
+            "loss.importance_correction": {"level": "sequence", "cap": 2.0, "bounds": [0.1, 10.0]},
+            "update.old_logprobs": "recompute",
+        },
+    },
+    "updates": {"one": {}, "several": {"update.ppo_epochs": 2, "update.num_minibatches": 2}},
+    "layout": {
+        "auto": {},
+        "trie": {"update.sequence_layout": "trie"},
+        "packed": {"update.sequence_layout": "packed"},
+        "padded": {"update.sequence_layout": "padded", "update.micro_batch_tokens": 64},
+    },
+    "dtype": {"float32": {}, "bfloat16": {"policies.default.dtype": "bfloat16"}},
+    "memory": {"all": {}, "recomputed": {"policies.default.gradient_checkpointing": True}},
+    "dropout": {"off": {}, "on": {"policies.default.dropout": True}},
+    "optimizer": {
+        "plain": {},
+        "schedule": {
+            "update.schedule": "linear",
+            "update.min_lr_ratio": 0.1,
+            "update.warmup": 1,
+            "update.weight_decay": 0.1,
+            "update.betas": [0.8, 0.9],
+            "update.max_grad_norm": 0.5,
+        },
+    },
+    "loop": {
+        "sync": {},
+        "ahead": {"loop.max_staleness": 1, "loop.deterministic": True},
+        "clock": {"loop.max_staleness": 1, "loop.in_flight_updates": True, "rollout.oversample": 1.5},
+    },
+    "filter": {
+        "all": {"filter.drop_zero_advantage": False},
+        "zero": {"filter.drop_zero_advantage": True},
+        "cut": {"filter.drop_truncated": True},
+        "long": {"filter.max_length": 60},
+        "draws": {"filter.dynamic_sampling_rounds": 1},
+    },
+    "curriculum": {
+        "task": {},
+        "learnability": {
+            "curriculum.sampling": "learnability",
+            "curriculum.pool": 8,
+            "curriculum.uniform": 0.5,
+            "curriculum.window": 4,
+        },
+    },
+    "phases": {
+        "none": {},
+        "two": {"phases": [{"train": ["FIRST_POLICY"], "steps": 1}, {"train": ["LAST_POLICY"], "steps": 1}]},
+    },
+    "validation": {
+        "none": {},
+        "every": {"eval.every": 1, "checkpoint.keep_best": True, "eval.patience": 5},
+        "parts": {"eval.every": 1, "eval.ablate": True},
+        "solved": {"eval.exploitability_every": 1},
+    },
+    "episodes": {"whole": {}, "saved": {"checkpoint.save_running_episodes": True}},
+    "record": {"full": {}, "short": {"log.record_for_replay": False}},
+    "limit": {"steps": {}, "tokens": {"max_sampled_tokens": 10_000}, "seconds": {"max_seconds": 600.0}},
+    "league": {"none": {}, "past": {"league": {"share": 0.5, "every": 1, "size": 2, "opponents_per_step": 1}}},
+    "signals": {
+        "none": {},
+        "watched": {"health.window": 2, "health.signals": {"entropy": {}, "distinct": {"threshold": 0.01}}},
+    },
+    "start": {"cold": {}, "warm": {"warm_start": {"steps": 1, "batch_size": 4, "lr": 1e-3}}},
+    "privacy": {"no": {}, "checked": {"rollout.check_private": True}},
+    "sampling": {"plain": {}, "cooler": {"rollout.temperature": 0.8, "rollout.max_concurrency_per_actor": {"LAST": 2}}},
+}
+
+BASE: Fragment = {
+    "seed": 1,
+    "threads": 1,
+    "steps": 2,
+    "device": "cpu",
+    "policies.default.path": "tiny",
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 2,
+    "rollout.max_concurrency": 8,
+    "update.lr": 1e-3,
+    "eval.num_prompts": 1,
+    "log.progress": False,
+    "log.rollouts_per_step": 100,
+    "health.start_questions": 0,
+    "checkpoint.every": 1,
+    "checkpoint.minutes": 0,
+    "checkpoint.keep_last": 5,
+}
+
+ELSEWHERE = {
+    "where and with what a run computes": (
+        "run_dir",
+        "code",
+        "resume",
+        "rollout.max_batch_rows",
+        "rollout.max_tokens",
+        "gateway",
+    ),
+    "a GPU, several processes or a server": (
+        "rollout.client",
+        "rollout.vllm",
+        "rollout.server",
+        "learner",
+        "sharding",
+        "cluster",
+    ),
+    "a task with levels": ("curriculum.gate",),
+    "a mixture of experts": ("rollout.routing_replay",),
+    "limits that no tiny run reaches": (
+        "rollout.timeout",
+        "rollout.answer_timeout",
+        "rollout.failure_threshold",
+        "update.max_nonfinite_updates",
+        "eval.target_success",
+        "eval.hold",
+        "health.start_samples",
+    ),
+    "several tasks": ("loss.by_task",),
+    "tests of their own walk over them": ("warm_start", "league", "policies.NAME.lora", "tasks.NAME"),
+    "other programs read them": ("log.tensorboard", "log.wandb", "log.wandb_mode", "log.prometheus"),
+}
+"""Sections and keys that no feature sets, by reason."""
+
+
+def config_of(row: dict[str, str]) -> dict[str, Any]:
+    """Return the config of a row, which maps features to the names of their values; others have their first value."""
+    chosen = {name: row.get(name, next(iter(values))) for name, values in FEATURES.items()}
+    task = FEATURES["task"][chosen["task"]].get("task", "")
+    first, last = FIRST.get(task, "solver"), LAST.get(task, "checker")
+    one_each = chosen["policies"] in ("adapters", "models")
+    words = {
+        "FIRST": first,
+        "LAST": last,
+        "REWARD": REWARDS.get(chosen["task"], "right"),
+        "FIRST_POLICY": first if one_each else "default",
+        "LAST_POLICY": last if one_each else "default",
+    }
+    config: dict[str, Any] = {}
+    for fragment in (BASE, *(FEATURES[name][value] for name, value in chosen.items())):
+        for key, value in fragment.items():
+            *path, end = (words.get(part, part) for part in key.split("."))
+            section = config
+            for part in path:
+                section = section.setdefault(part, {})
+            value = _named(value, words)
+            section[end] = {**section.get(end, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+def _named(value: Any, words: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {words.get(key, key): _named(each, words) for key, each in value.items()}
+    if isinstance(value, list):
+        return (
+            list(dict.fromkeys(words.get(v, v) for v in value))
+            if all(isinstance(v, str) for v in value)
+            else [_named(v, words) for v in value]
+        )
+    return words.get(value, value) if isinstance(value, str) else value
+
+
+TASKS = '''
+"""Tasks of the pairs: rewards that random weights vary, in two turns."""
+
+from turnwise import MultiTurnEpisode, Rubric
+from turnwise.arena import RewardParts
+from turnwise.tasks import OwnTask
+
+actors = ["solver", "checker"]
+questions = [f"{a} + {b}" for a in range(8) for b in range(8)]
+
+
+def right(extras):
+    return sum(text.count("e") + text.count("1") for text in extras["texts"]) / 8
+
+
+class Sum(MultiTurnEpisode):
+    episode_type, actors, max_turns, rubric = "sums", ("solver", "checker"), 1, Rubric([right])
+
+    def get_prompt(self, artifact):
+        return artifact["question"]
+
+    def env_response(self, state, arena, artifact):
+        state.data.setdefault("texts", []).append(state.last_completion_text)
+        return "Go on."
+
+    def reward_parts(self, state, arena, artifact):
+        text = state.last_completion_text
+        return RewardParts(text.count("e") / 4, len(text) / 40, 1.0 if len(text) > 6 else 0.0)
+
+    def team_value(self, state, arena, artifact):
+        return len("".join(state.data.get("texts", []))) / 40
+
+    def get_extras(self, state):
+        return {"texts": list(state.data.get("texts", []))}
+
+
+class Sums(OwnTask):
+    name, success_metric = "sums", "right/solver"
+    system_prompts = {"solver": "Answer.", "checker": "Check."}
+
+    def questions(self):
+        return [f"{q} = ?" for q in questions]
+
+    def episodes(self, tree=None):
+        return {"sums": Sum(sampler=tree)}
+
+
+class Word(Sum):
+    episode_type, actors = "words", ("writer", "critic")
+
+
+class Words(Sums):
+    name, success_metric = "words", "right/writer"
+    system_prompts = {"writer": "Write.", "critic": "Judge."}
+
+    def episodes(self, tree=None):
+        return {"words": Word(sampler=tree)}
+
+
+async def agent(question, models):
+    said = []
+    for name in ("solver", "checker", "solver"):
+        create = models[name].async_openai_client().chat.completions.create
+        answer = await create(model=name, messages=[{"role": "user", "content": str(question)}])
+        said.append(answer.choices[0].message.content or "")
+    return sum(map(len, said)) / 40 + said[-1].count("e") / 4
+'''
+"""A module that rows name, written to a folder on the path."""
