@@ -51,7 +51,7 @@ async def main(steps: int = 25) -> list[float]:
 
     curve = []
     for step in range(steps):
-        # Sample. turnwise.arena runs many episodes at once; turnwise.train.rollout_queue runs them ahead of training.
+        # Sample. turnwise.arena runs many episodes at once; turnwise.train.group_queue runs them ahead of training.
         requests = [ModelRequest(prompt_ids[group], SAMPLING) for group in group_ids_B.tolist()]
         responses = await client.generate(requests)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import turnwise
-from turnwise.inference import VLLMServerClient
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.scripted import ByteTokenizer
+from turnwise.run.clients import build_client
+from turnwise.train.validate import config_from_dict
 
 from ..inference.fake_server import faking
 from ..inference.test_vllm_server import Pretend
@@ -67,7 +68,7 @@ async def test_one_action_reaches_the_client_in_few_calls(make_trainer, sampler,
 
 
 async def test_one_action_reaches_a_server_in_few_calls(make_trainer, monkeypatch):
-    """From ``Trainer.run`` to the HTTP request: the calls in the client's own thread count, too."""
+    """From ``Trainer.run`` to the HTTP request, by the client of a config: calls in the client's threads count, too."""
     trainer = make_trainer(steps=1)
     trainer.validation, trainer.arena.episodes["letters"].sampler = None, None
     paths, seen, generate = CallPaths(), [], trainer.arena.client.generate
@@ -91,7 +92,9 @@ async def test_one_action_reaches_a_server_in_few_calls(make_trainer, monkeypatc
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit_and_keep)
     monkeypatch.setattr(Endpoint, "_open_session", open_and_look)
     with faking(Pretend().script) as server:
-        async with VLLMServerClient(server.url, ByteTokenizer()) as client:
+        options = {"policies": {"default": {}}, "rollout": {"client": "vllm", "server": {"url": server.url}}}
+        config = config_from_dict({"task": "x:y", **options})
+        async with build_client(config, ByteTokenizer(), {"default": None}) as client:
 
             async def ask_both(requests):
                 await client.generate(requests)
@@ -103,4 +106,4 @@ async def test_one_action_reaches_a_server_in_few_calls(make_trainer, monkeypatc
     longest = max(asked, key=len)
     files = {call.partition(" ")[0] for call in longest}
     assert longest[0] == "train/loop.py run" and "arena/arena.py call_model" in longest
-    assert len(longest) <= 22 and len(files) <= 10, "\n".join(longest)
+    assert len(longest) <= 27 and len(files) <= 12, "\n".join(longest)

@@ -1,4 +1,4 @@
-"""Groups that are whole train first, the others later, and each trains once."""
+"""Batches train in order; with oversampling, groups that are whole train first, the others later, and each once."""
 
 from __future__ import annotations
 
@@ -8,16 +8,52 @@ import math
 import pickle
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from turnwise.arena import Arena
 from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.group_queue import GroupQueue
+from turnwise.train.group_queue import GroupQueue, Pending
+from turnwise.train.interrupt import leave
 from turnwise.types import EpisodeRequest
 
 from ..trained import lines_of, notes_of
+
+
+class Batches(Arena):
+    """Batch ``b`` is ``[b]`` and ends when ``ends[b]`` is set; ``drawn`` is its state. ``failing`` ones fail."""
+
+    def __init__(self, *failing):
+        self.drawn, self.failing = 0, failing
+        self.ends = [asyncio.Event() for _ in range(8)]
+        self.running, self.cancelled, self.fixed = set(), [], asyncio.Event()
+        self.fixed.set()
+
+    async def sample(self, on_requests_fixed=lambda: None):
+        await asyncio.sleep(0)  # what is drawn may have to be fetched
+        number, self.drawn = self.drawn, self.drawn + 1
+        self.running.add(number)
+        try:
+            await self.fixed.wait()
+            if number in self.failing:
+                raise RuntimeError("the server is gone")
+            on_requests_fixed()
+            await self.ends[number].wait()
+            return [number]
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        finally:
+            self.running.discard(number)
+
+    def end(self, *numbers):
+        for number in numbers:
+            self.ends[number].set()
+
+    def queue(self, max_ahead=1, first=0):
+        return GroupQueue(self, lambda: self.drawn, max_ahead=max_ahead, first=first)
 
 
 class Groups(Arena):
@@ -66,6 +102,149 @@ async def taken(queue):
     return waiting.result()
 
 
+# -- in order ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("max_ahead", [0, 1, 3])
+async def test_no_batch_starts_before_its_weights_are_published(max_ahead):
+    batches = Batches()
+    async with batches.queue(max_ahead) as queue:
+        for step in range(4):
+            queue.start_up_to(step, until=7)
+            await ticks()
+            assert batches.drawn == min(step + max_ahead + 1, 7)
+            batches.end(step)
+            assert await taken(queue) == [step] and queue.metrics == {}
+            await ticks()
+            assert batches.drawn == min(step + max_ahead + 1, 7), "nor when one was taken"
+    assert not batches.running
+
+
+async def test_a_batch_whose_requests_are_fixed_late_delays_the_next_and_lets_none_start_early():
+    batches = Batches()
+    async with batches.queue(2) as queue:
+        queue.start_up_to(0, until=9)
+        await ticks()
+        batches.end(0)
+        assert batches.drawn == 3 and await taken(queue) == [0]
+        batches.fixed.clear()
+        queue.start_up_to(1, until=9)
+        await ticks()
+        batches.end(1)
+        assert await taken(queue) == [1]
+        queue.start_up_to(2, until=9)
+        await ticks()
+        assert batches.drawn == 4, "the requests of 3 may still grow"
+        batches.end(2)
+        assert await taken(queue) == [2]
+        batches.fixed.set()
+        await ticks()
+        assert batches.drawn == 5, "5 needs the weights of step 3"
+
+
+async def test_batches_are_returned_in_order_whichever_ends_first():
+    batches = Batches()
+    async with batches.queue(2) as queue:
+        queue.start_up_to(0, until=9)
+        await ticks()
+        batches.end(2, 1)
+        assert await taken(queue) is None and queue.finished == 0
+        batches.end(0)
+        await ticks()
+        assert queue.finished == 3
+        assert [await taken(queue) for _ in range(3)] == [[0], [1], [2]]
+
+
+async def test_a_checkpoint_keeps_whole_batches_and_where_drawing_goes_on():
+    batches = Batches()
+    async with batches.queue(3) as queue:
+        queue.start_up_to(0, until=9)
+        await ticks()
+        batches.end(0, 1, 3)
+        await ticks()
+        assert queue.pending() == Pending([[0], [1]], 2), "3 is drawn again after 2"
+        assert queue.pending(1) == Pending([[0]], 1)
+        before, running = queue.discard()
+        await leave(running)
+        assert before == 2 and batches.cancelled == [2]
+        assert queue.pending() == Pending([[0], [1]], None)
+        # What can't be saved is drawn again as well, also a batch whose update failed.
+        assert await taken(queue) == [0]
+        queue.put_back()
+        assert queue.discard(0) == (0, []) and queue.pending() == Pending([], None)
+        batches.drawn = 0
+        queue.start_up_to(0, until=9)
+        await ticks()
+        assert batches.drawn == 4 and await taken(queue) == [0]
+    resumed = Batches()
+    resumed.drawn = 2
+    async with resumed.queue(3) as queue:
+        assert queue.restore([[0], [1]]) == 0
+        assert queue.pending().batches == [[0], [1]], "also before the event loop has run"
+        assert await queue.get_oldest() == [0]
+        queue.start_up_to(0, until=9)
+        await ticks()
+        assert resumed.drawn == 4 and await taken(queue) == [0]
+
+
+async def test_a_failure_in_a_younger_batch_is_told_at_once_and_older_ones_are_kept():
+    batches = Batches(1)
+    async with batches.queue() as queue:
+        queue.start_up_to(0, until=9)
+        with pytest.raises(RuntimeError, match="the server is gone"):
+            await queue.get_oldest()
+        batches.end(0)
+        await queue.wait_idle()
+        assert await queue.get_oldest() == [0], "what is whole can still be trained"
+        assert queue.pending() == Pending([[0]], 1)
+
+
+async def test_a_spare_batch_that_fails_does_not_end_the_run():
+    batches = Batches(2)
+    async with batches.queue(2) as queue:
+        queue.start_up_to(0, until=2, spare=True)
+        idle = asyncio.ensure_future(queue.wait_idle())
+        await ticks()
+        assert batches.drawn == 3 and not idle.done()
+        assert await taken(queue) is None, "2 has failed, and is past the end"
+        batches.end(0)
+        await ticks()
+        assert not idle.done()
+        batches.end(1)
+        await idle
+        assert await taken(queue) == [0] and str(queue.failed_spare()) == "the server is gone"
+        assert queue.pending() == Pending([[1]], 2)
+        queue.start_up_to(1, until=2, spare=True)
+        assert await taken(queue) == [1]
+        queue.put_back()
+        assert queue.pending(0) == Pending([], 1), "its update failed, and it can't be saved"
+        assert await taken(queue) == [1]
+        with pytest.raises(RuntimeError, match="the server is gone"):
+            await queue.get_oldest()  # only what is spare is left
+        queue.start_up_to(2, until=3)
+        assert queue.failed_spare() is None, "the run is longer now"
+
+
+async def test_every_way_out_ends_what_is_under_way_and_it_is_drawn_again():
+    batches = Batches()
+    with pytest.raises(ZeroDivisionError):
+        async with batches.queue(2) as queue:
+            queue.start_up_to(0, until=9)
+            await ticks()
+            assert batches.running == {0, 1, 2}
+            raise ZeroDivisionError
+    assert batches.cancelled == [0, 1, 2] and not batches.running
+    # What was given up is drawn again.
+    batches = Batches()
+    async with batches.queue() as queue:
+        queue.start_up_to(0, until=9)
+        await ticks()
+        batches.drawn, running = queue.discard()
+        await leave(running)
+        queue.start_up_to(0, until=9)
+        await ticks()
+        assert batches.drawn == 2 and batches.running == {0, 1}
+
+
+# -- oversampling ------------------------------------------------------------------------------------------------------
 async def test_a_step_begins_with_the_groups_that_are_whole_and_the_others_train_next():
     groups = Groups()
     async with groups.queue() as queue:
@@ -208,10 +387,31 @@ async def test_a_resumed_group_is_judged_with_its_draw():
     again._waiting[-1].failures.add("lost")  # another draw counts its own
 
 
+async def test_a_queue_restores_what_one_of_the_other_mode_has_saved():
+    groups, result = Groups(2), SimpleNamespace
+    async with groups.queue(2.0, 1) as queue:
+        queue.start_up_to(0, until=9)
+        await ticks()
+        groups.end(3, 0, 1)
+        await ticks()
+        saved = pickle.loads(pickle.dumps(queue.pending().batches))
+    in_order = Batches().queue()
+    assert in_order.restore(saved) == 2 and in_order.restore([]) == 0
+    assert in_order.pending() == Pending([[3, 0]], None), "1 and 2 make no whole batch"
+    # Batches become groups, which have to train in their order.
+    batches = [[result(group_id=f"{step}{n % 2}") for n in range(4)] for step in range(2)]
+    oversampling = Groups(2).queue(2.0, 1, first=5)
+    assert oversampling.restore(batches) == 0 and oversampling.finished == 2
+    assert [group.started for group in oversampling._whole] == [4, 4, 5, 5]
+    assert [len(group.results) for group in oversampling.pending(3).batches] == [2, 2, 2, 2], "they can't start again"
+
+
 async def test_refusals():
-    for oversample, ahead in ((1.0, 1), (2.1, 1), (0.5, 3)):
-        with pytest.raises(ValueError, match=r"oversample=.*expected above 1, and at most"):
+    for oversample, ahead in ((1.1, 0), (2.1, 1), (0.5, 3)):
+        with pytest.raises(ValueError, match=r"oversample=.*expected 1 \(in order\) to 1 \+ max_ahead=\d"):
             Groups().queue(oversample, ahead)
+    with pytest.raises(ValueError, match="max_ahead=-1: expected a count >= 0"):
+        Batches().queue(-1)
 
     class Whole(Groups):
         async def sample(self, on_requests_fixed=None):
@@ -231,8 +431,9 @@ async def test_refusals():
         for count in (4, 3):
             queue._add([EpisodeRequest("e", n) for n in range(count)])
     groups = Groups()
-    with pytest.raises(RuntimeError, match=r"call start_up_to\(step"):
-        await groups.queue().get_oldest()
+    for each in (groups, Batches()):
+        with pytest.raises(RuntimeError, match=r"call start_up_to\(step"):
+            await each.queue().get_oldest()
 
     async def lambdas():
         return [EpisodeRequest("e", 1, meta={"check": lambda: None})]

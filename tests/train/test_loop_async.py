@@ -185,7 +185,7 @@ async def test_a_deterministic_run_hands_over_while_nothing_is_sampled(make_trai
         return measured
 
     async def watched(policy):
-        under_way.append(sum(not batch.results.done() for batch in trainer.rollouts._batches))
+        under_way.append(len(trainer.rollouts._running))
         await send_weights(policy)
 
     trainer.arena.sample, trainer.update_policies, trainer.send_weights = slow_sample, counted_update, watched

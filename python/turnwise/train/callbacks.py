@@ -16,7 +16,6 @@ from turnwise.train.learner.learner import Learner
 from turnwise.train.log.metrics import ClientMetrics
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.model.policy import Policy
-from turnwise.train.rollout_queue import RolloutQueue
 from turnwise.types import GenerateResult
 
 
@@ -30,7 +29,7 @@ class TrainerView(Protocol):
     progress: RunProgress
     log: RunLog
     client_metrics: ClientMetrics
-    rollouts: RolloutQueue | GroupQueue
+    rollouts: GroupQueue
     rng: np.random.Generator
     unwritten: dict[str, float] | None
 

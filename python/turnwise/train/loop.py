@@ -44,6 +44,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, ConfigError, to_toml
 from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
+from turnwise.train.group_queue import check_step_not_overridden
 from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopNow, StopRequest, leave
 from turnwise.train.learner.learner import Learner, Weights
@@ -53,7 +54,6 @@ from turnwise.train.log.run_log import RunLog
 from turnwise.train.loss_terms import keep_their_rows
 from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
-from turnwise.train.rollout_queue import check_step_not_overridden
 from turnwise.train.run_folder import RunLock
 from turnwise.train.terms.kl import KLPenalty, in_reward
 from turnwise.train.terms.registry import teachers_replace_rewards

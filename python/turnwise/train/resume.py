@@ -10,6 +10,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,8 @@ from turnwise.train.checkpoint.run_state import random_state, set_random_state
 from turnwise.train.config.changes import Resumed, resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
-from turnwise.train.group_queue import Group, GroupQueue, batches_of, groups_of
+from turnwise.train.group_queue import GroupQueue
 from turnwise.train.log.run_log import read_metrics
-from turnwise.train.rollout_queue import RolloutQueue
 from turnwise.train.run_folder import check_records
 from turnwise.utils.files import read_json, replace_text
 from turnwise.utils.registry import name_of
@@ -53,17 +53,15 @@ SamplerState = tuple[dict[str, Any], dict[str, Any]]
 """State of the arena, and of the random generators."""
 
 
-def new_queue(trainer: TrainerView) -> RolloutQueue | GroupQueue:
+def new_queue(trainer: TrainerView) -> GroupQueue:
     """Return an empty queue that samples from the trainer's present step on."""
-    oversample = trainer.config.rollout.oversample
-    limits = {"max_ahead": trainer.config.loop.max_staleness, "first": trainer.progress.step}
-
-    def snapshot() -> SamplerState:
-        return sampler_state(trainer)
-
-    if oversample > 1:
-        return GroupQueue(trainer.arena, snapshot, oversample=oversample, **limits)
-    return RolloutQueue(trainer.arena.sample, snapshot, **limits)
+    return GroupQueue(
+        trainer.arena,
+        partial(sampler_state, trainer),
+        max_ahead=trainer.config.loop.max_staleness,
+        oversample=trainer.config.rollout.oversample,
+        first=trainer.progress.step,
+    )
 
 
 def sampler_state(trainer: TrainerView) -> SamplerState:
@@ -222,8 +220,8 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
         if name in trainer.callbacks:
             trainer.callbacks[name].load_state_dict(saved, newest)
     trainer.rollouts = new_queue(trainer)
-    if queue is not None:
-        _restore_queue(trainer, pickle.loads(queue))
+    if queue is not None and (dropped := trainer.rollouts.restore(pickle.loads(queue))):
+        trainer.log.note(f"{dropped} groups that were drawn are dropped, as rollout.oversample is 1 now")
 
     # The first checkpoint of a run is older than its first validation, which will be logged again.
     from_start = trainer.progress.step == 0 and not trainer.progress.evaluations
@@ -247,21 +245,6 @@ def _without_other_rules(trainer: TrainerView, state: Mapping[str, Any]) -> dict
         return arena
     trainer.log.note(f"the credit rule {now} starts anew: the checkpoint has the baselines of {before}")
     return {**arena, "credit": None}
-
-
-def _restore_queue(trainer: TrainerView, saved: list[Any]) -> None:
-    """Put what waited into the queue, also if ``rollout.oversample`` has changed between 1 and more."""
-    grouped, rollouts = isinstance(saved[0], Group), trainer.rollouts
-    if isinstance(rollouts, GroupQueue):
-        rollouts.restore(saved if grouped else groups_of(saved, trainer.progress.step, rollouts.max_ahead))
-        return
-    if not grouped:
-        rollouts.restore(saved)
-        return
-    batches = batches_of(saved)
-    rollouts.restore(batches)
-    if left := len(saved) - len(batches) * saved[-1].of:
-        trainer.log.note(f"{left} groups that were drawn are dropped, as rollout.oversample is 1 now")
 
 
 def _pickle(batches: list[Any]) -> bytes:

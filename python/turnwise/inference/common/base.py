@@ -132,6 +132,8 @@ class GatedClient(ClientBase):
         self._count(len(requests))
         try:
             await self._prepare()
+            if len(requests) == 1:
+                return [await self._one(requests[0])]  # the usual case needs no further task
             return await gather_all([asyncio.ensure_future(self._one(request)) for request in requests])
         finally:
             self._count(-len(requests))
