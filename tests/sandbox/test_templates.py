@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
-from turnwise.sandbox import templates
-from turnwise.sandbox.templates import MAX_TEMPLATE, TemplateError, TemplateLimitError, render_template
-=======
 from turnwise.sandbox import limited, templates
-from turnwise.sandbox.templates import MOST_TEMPLATE, TemplateError, TemplateLimitError, render_template
->>>>>>> rest
+from turnwise.sandbox.templates import MAX_TEMPLATE, TemplateError, TemplateLimitError, render_template
 
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"

@@ -10,9 +10,9 @@ from typing import Any
 
 from turnwise.utils.files import open_regular
 
-MOST_JSON, MOST_VOCABULARY = 64 << 20, 1 << 30
+MAX_JSON, MAX_VOCABULARY = 64 << 20, 1 << 30
 """Bytes of a configuration or template, and of a vocabulary."""
-MOST_HEADER = 16 << 20
+MAX_HEADER = 16 << 20
 """Bytes of the table of tensors in a file of a model's weights. The largest models have a few hundred thousand."""
 HEADER_OF_TENSOR = 1 << 10
 """Bytes of that table for each tensor whose name is known, and for what else stands there."""
@@ -64,7 +64,7 @@ def check_sizes(folder: str | Path) -> None:
     """
     folder = Path(folder)
     for file in (*folder.glob("*.json"), *folder.glob("*.jinja")):
-        most = MOST_VOCABULARY if file.name in ("tokenizer.json", "vocab.json") else MOST_JSON
+        most = MAX_VOCABULARY if file.name in ("tokenizer.json", "vocab.json") else MAX_JSON
         if file.is_file() and file.stat().st_size > most:
             raise ValueError(f"{file.name} has {file.stat().st_size} bytes: expected at most {most}")
     for file in folder.glob("*.safetensors"):
@@ -77,7 +77,7 @@ def check_header(file: Path, tensors: int | None = None) -> None:
 
     safetensors takes about 2 KB and 30 µs for each tensor that a file names.
     """
-    most = MOST_HEADER if tensors is None else (tensors + 64) * HEADER_OF_TENSOR
+    most = MAX_HEADER if tensors is None else (tensors + 64) * HEADER_OF_TENSOR
     with open_regular(file, follow=True) as opened:
         header = int.from_bytes(opened.read(8), "little")
     if header > most:

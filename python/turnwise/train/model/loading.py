@@ -42,12 +42,6 @@ TINY = "tiny"
 Tiny = Callable[[], tuple[Any, nn.Module]]
 """Builds the tokenizer and the tiny model; every call returns equal ones."""
 
-<<<<<<< HEAD
-MAX_JSON, MAX_VOCABULARY = 64 << 20, 1 << 30
-"""Bytes of a configuration or template, and of a vocabulary."""
-
-=======
->>>>>>> rest
 
 def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
     """Check the files at each path, and return the one tokenizer of all ``policies``; no weights are read.
@@ -300,17 +294,6 @@ def peft_config(lora: LoraConfig) -> Any:
     )
 
 
-<<<<<<< HEAD
-def _check_sizes(folder: Path) -> None:
-    """Raise ``ValueError`` for a file of a model's folder that is read whole and too large to be what it says."""
-    for file in (*folder.glob("*.json"), *folder.glob("*.jinja")):
-        most = MAX_VOCABULARY if file.name in ("tokenizer.json", "vocab.json") else MAX_JSON
-        if file.is_file() and file.stat().st_size > most:
-            raise ValueError(f"{file.name} has {file.stat().st_size} bytes: expected at most {most}")
-
-
-=======
->>>>>>> rest
 def _generation_config(path: str) -> Any:
     """Return the generation config under ``path``; ``None`` if there is none."""
     try:
