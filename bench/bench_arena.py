@@ -28,7 +28,7 @@ from inference_cases import resident
 from turnwise.tasks.tiny import build_tokenizer
 
 EPISODES, QUICK_EPISODES = 2000, 80
-MOST_CALL_US, MOST_BATCH_MS, MOST_GROWTH = 150.0, 200.0, 2.0
+MAX_CALL_US, MAX_BATCH_MS, MAX_GROWTH = 150.0, 200.0, 2.0
 OURS, THEIRS, TEMPLATE = "turnwise", "verifiers", "turnwise, template"
 Rows = list[dict[str, Any]]
 GOALS = ("workload", "goal", "figure", "wanted", "met")
@@ -137,13 +137,13 @@ def memory(ours: Ours, batch_of: int, episodes: int) -> Rows:
 def goals(speeds: Rows, batches: Rows, held: Rows) -> Rows:
     """Return one row per goal."""
     found: list[tuple[str, str, float, float]] = [
-        (row["workload"], "µs per call", row["µs per call"], MOST_CALL_US) for row in speeds if row["method"] == OURS
+        (row["workload"], "µs per call", row["µs per call"], MAX_CALL_US) for row in speeds if row["method"] == OURS
     ]
     found += [
-        (f"{row['steps']} steps, {row['tokens']} tokens", "batch ms", row["batch ms"], MOST_BATCH_MS) for row in batches
+        (f"{row['steps']} steps, {row['tokens']} tokens", "batch ms", row["batch ms"], MAX_BATCH_MS) for row in batches
     ]
     if held[0]["growth %"] is not None:
-        found += [(f"{held[0]['episodes']} episodes", "growth %", held[0]["growth %"], MOST_GROWTH)]
+        found += [(f"{held[0]['episodes']} episodes", "growth %", held[0]["growth %"], MAX_GROWTH)]
     return [
         {"method": OURS}
         | dict(zip(GOALS, (*goal[:3], f"≤ {goal[3]:g}", "yes" if goal[2] <= goal[3] else "NO"), strict=True))

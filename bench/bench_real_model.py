@@ -35,7 +35,7 @@ from turnwise.utils.threads import keep_openmp_awake
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "smollm2-135m"
 DTYPES = ("float32", "bfloat16")
-LEAST_STEP, LEAST_SAMPLING, MOST_MEMORY = 5.0, 1.5, 1.0
+LEAST_STEP, LEAST_SAMPLING, MAX_MEMORY = 5.0, 1.5, 1.0
 
 
 class Method(NamedTuple):
@@ -113,7 +113,7 @@ def goals(rows: Sequence[Mapping[str, Any]], part: str) -> list[dict[str, Any]]:
     figures = [("speed", theirs["s"] / ours["s"], f"≥ {least}", theirs["s"] / ours["s"] >= least)]
     if part == "step" and ours["peak MB"] and theirs["peak MB"]:
         memory = ours["peak MB"] / theirs["peak MB"]
-        figures.append(("memory", memory, f"≤ {MOST_MEMORY}", memory <= MOST_MEMORY))
+        figures.append(("memory", memory, f"≤ {MAX_MEMORY}", memory <= MAX_MEMORY))
     return [
         {"prompt": ours["prompt"], "method": ours["method"], "goal": f"× {theirs['method']}'s {name}",
          "figure": figure, "wanted": wanted, "met": "yes" if met else "NO"}

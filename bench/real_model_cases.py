@@ -37,7 +37,7 @@ QUESTIONS = [
     for first, second in ((14, 5), (20, 11), (9, 2), (17, 8), (25, 6), (12, 12))
 ]
 LR = 1e-6
-MOST_APART = {"float32": 1e-2, "bfloat16": 1.0}
+MAX_APART = {"float32": 1e-2, "bfloat16": 1.0}
 """Of one token's log-probability, in nats."""
 
 
@@ -127,7 +127,7 @@ def turnwise_steps(case: Case, steps: int, folder: str, micro_batch_tokens: int,
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         assert row["sampled_tokens"] == row["tokens"] == case.sampled, f"{row}: other numbers of tokens"
-        assert row["sampler_trainer_logprob_max_diff"] < MOST_APART[dtype], f"sampler and trainer differ: {row}"
+        assert row["sampler_trainer_logprob_max_diff"] < MAX_APART[dtype], f"sampler and trainer differ: {row}"
     return [row["seconds_rollout"] + row["seconds_update"] for row in rows]
 
 

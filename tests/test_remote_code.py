@@ -18,6 +18,29 @@ PACKAGE = Path(turnwise.__file__).parent
 ROOT = Path(__file__).parents[1]
 DATA = {"GenerationConfig", "LoraConfig"}
 """Classes that read data alone: they know no remote code."""
+LORA = {"LoraConfig"}
+"""Read by ``peft``, after a check of its own."""
+LOADER = PACKAGE / "inference" / "common" / "model_files.py"
+"""The file that checks the sizes of a model's files, and reads them."""
+
+
+def test_models_are_read_at_one_place_which_checks_the_sizes_of_their_files():
+    found = [
+        f"{path}:{call.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        if path != LOADER
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _reads(call.func)
+    ]
+    assert found == []
+    functions = {each.name: ast.unparse(each) for each in ast.parse(LOADER.read_text()).body if hasattr(each, "args")}
+    readers = [text for text in functions.values() if ".from_pretrained(" in text]
+    assert len(readers) == 4 and all("check_sizes(path)\n" in text.split(".from_pretrained(")[0] for text in readers)
+
+
+def _reads(function: ast.Attribute) -> bool:
+    owner = ast.unparse(function.value).rpartition(".")[2]
+    return function.attr in ("from_pretrained", "from_config") and (owner.startswith("Auto") or owner in DATA - LORA)
 
 
 def test_every_load_of_a_model_or_data_set_refuses_remote_code():

@@ -225,7 +225,9 @@ def test_a_credit_rule_of_ones_own_goes_by_import_path(tmp_path, monkeypatch):
 def test_filters_and_the_overlong_penalty_reach_the_arena(tmp_path):
     filters = {"drop_truncated": True, "max_length": 90, "drop_zero_advantage": False, "dynamic_sampling_rounds": 1}
     reward = {"overlong_buffer": 5, "overlong_penalty": 0.25}
-    run = build_run(config_of(tmp_path, filter=filters, reward=reward, warm_start={"steps": 0}))
+    run = build_run(
+        config_of(tmp_path, filter=filters, reward=reward, warm_start={"steps": 0}, credit={"rule": "grpo"})
+    )
     assert run.arena.filters == Filters(**filters) and run.arena.overlong == OverlongPenalty(5, 0.25)
     assert build_run(config_of(tmp_path / "plain", warm_start={"steps": 0})).arena.overlong is None
 
@@ -300,7 +302,7 @@ def test_trees_of_every_kind_and_several_rewards_train(tmp_path, branches, tree,
                 "rollout": {"branches": 1},
                 "reward": {"invalid_cost": 0.5},
             },
-            r"'reward.invalid_cost' = 0.5: has no effect, as the rule 'gdpo' reads",
+            r"'reward.invalid_cost' = 0.5: has no effect, as advantages of the rule 'gdpo'",
         ),
         ({"credit": {"rule": "json:JSONDecoder"}}, r"expected a class with compute, .*'compute' is missing"),
         (

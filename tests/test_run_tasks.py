@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("narrow_model")
 TASKS = {
     "easy": {"task": "sudoku", "options": {"blanks": [1, 1]}},
     "hard": {"task": "sudoku", "options": {"blanks": [3, 4]}, "weight": 2, "credit": {"rule": "at_grpo"}},
-    "split_clues": {"reward": {"alpha": 0.5}},
+    "split_clues": {"reward": {"alpha": 0.5}, "credit": {"rule": "episodic"}},
 }
 
 
@@ -79,7 +79,7 @@ def test_a_run_of_three_tasks_resumes_with_the_same_bits(tmp_path):
 def test_each_task_has_its_own_rule_rewards_and_rounds(tmp_path):
     run = build_run(config_of(tmp_path, warm_start={"steps": 0}))
     rules = {name: type(rule).__name__ for name, rule in run.arena.credit.rules.items()}
-    assert rules == {"easy": "ConstantCredit", "hard": "ATGRPOCredit", "split_clues": "ConstantCredit"}
+    assert rules == {"easy": "ConstantCredit", "hard": "ATGRPOCredit", "split_clues": "EpisodicCredit"}
     assert run.arena.mix_of("split_clues").alpha == 0.5 != run.arena.mix_of("hard/sudoku").alpha
     assert {actor.id for actor in run.arena.teams["split_clues"].values()} == {"reader", "writer"}
     run.close()

@@ -55,7 +55,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"loss": {"baseline": "optimal_token"}, "filter": {"drop_zero_advantage": False}},
         "'loss.baseline' = 'optimal_token': the server has no probabilities of all tokens",
     ),
-    ("hosted", {"loss": {"observations": 0.1}}, "'loss.observations' = 0.1: its losses have no cross"),
+    ("hosted", {"loss": {"observation_coef": 0.1}}, "'loss.observation_coef' = 0.1: its losses have no cross"),
     ("hosted", {"loss": {"masks": {"top_entropy": 0.2}}}, r"'loss.masks' = \{'top_entropy': 0.2\}: its losses have no"),
     ("hosted", {"update": {"old_logprobs": "recompute"}}, "'update.old_logprobs' = 'recompute': expected 'rollout'"),
     ("hosted", {"update": {"sequence_layout": "trie"}}, "'update.sequence_layout' = 'trie': the server decides this"),

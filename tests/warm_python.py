@@ -33,7 +33,7 @@ SHARED = (
     *("turnwise.inference.server.server", "torch.distributed.run", "torch.distributed.fsdp", "aiohttp.web"),
     *("trl.trainer.grpo_trainer", "datasets", "verifiers.legacy.clients", "verifiers.v1.interception"),
 )
-MOST_FILES = 64
+MAX_FILES = 64
 CLIENT = """#!{python} -IS
 import array, marshal, os, signal, socket, sys
 
@@ -107,7 +107,7 @@ def serve(path: str, program: str) -> list[str]:
 
 def attend(connection: socket.socket) -> list[str]:
     """Fork what was asked for and watch it: pass signals on, and kill it if the program that stands for it is gone."""
-    size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
+    size, files, _, _ = socket.recv_fds(connection, 8, MAX_FILES)
     given = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
     words, folder, environment, numbers = marshal.loads(given)
     child = os.fork()

@@ -520,8 +520,8 @@ def observations(seed: int) -> list[Cell]:
     contenders: dict[str, Settings] = {
         "untrained": {"steps": 0},
         "without": {},
-        "observations": {"loss": {"observations": 0.05}},
-        "observations-weak": {"loss": {"observations": 0.0005}},
+        "observations": {"loss": {"observation_coef": 0.05}},
+        "observations-weak": {"loss": {"observation_coef": 0.0005}},
     }
     return [Cell("observations", "lookup", who, seed, merged(base, more), start) for who, more in contenders.items()]
 
@@ -615,8 +615,8 @@ def real(seed: int) -> list[Cell]:
         }
         settings["kuhn_poker"] = {"rae": {}}
         own = {actor: {"teacher": "default"} for actor in ("describer", "guesser")}
-        views["own-teacher"] = {"actors": own, "distill": {"hint": "best", "reward": True}}
-        views["own-teacher-tenth"] = {"actors": own, "distill": {"hint": "best", "reward": True, "coef": 0.1}}
+        views["own-teacher"] = {"actors": own, "distill": {"hint": "best", "add_to_reward": True}}
+        views["own-teacher-tenth"] = {"actors": own, "distill": {"hint": "best", "add_to_reward": True, "coef": 0.1}}
         distilled = views["distilled"] = {key: value for key, value in distill.items() if key != "run_dir"}
         views["distilled-pair"] = {**distilled, **PAIR}
         views["distilled-pair-top-k"] = {**distilled, **PAIR, "distill": {"top_k": 16}}

@@ -47,6 +47,7 @@ class LeafReader {
     virtual Leaf* integer(int64_t value) = 0;
     // Also refuses, by throwing, a leaf that cannot be a key.
     virtual int64_t hash(Leaf* key) = 0;
+    virtual bool equal(Leaf* key, Leaf* other) = 0;
     // Returns a borrowed reference to the host's rule for forking an opaque object.
     virtual Leaf* policy(Leaf* object) = 0;
 

@@ -482,6 +482,7 @@ class Reader {
             const size_t steps = node->assemble(entries, living, static_cast<DictNode*>(like), index_steps_);
             if (steps > index_steps_) damaged("dicts that take too long to index");
             index_steps_ -= steps;
+            check_keys(*node.get(), static_cast<const DictNode*>(like));
             return node.release();
         }
         if (kind == Kind::List) {
@@ -513,6 +514,19 @@ class Reader {
         return new OpaqueNode(0, like ? like->birth : epoch, leaf, policy);
     }
 
+    // Refuses a key that is twice in a dict. The entries of an earlier dict were checked with it.
+    void check_keys(const DictNode& node, const DictNode* like) {
+        Entries::compare(node.entries, like ? like->entries : Entries(),
+                         [&](size_t place, const Entry* ours, const Entry* theirs) {
+                             if (!ours || !ours->key || (theirs && theirs->key == ours->key)) return;
+                             size_t steps = 0;
+                             const auto equal = [&](Leaf* other) { return leaves_.equal(ours->key, other); };
+                             if (node.is_twice(place, equal, steps)) damaged("a dict with a key twice");
+                             if (steps > index_steps_) damaged("dicts that take too long to index");
+                             index_steps_ -= steps;
+                         });
+    }
+
     void heap() {
         const auto table = array<Heap::Table>();
         Items<Value> root;
@@ -533,6 +547,7 @@ class Reader {
         explicit Owned(NodeType* node) : node_(node) {}
         ~Owned() { Node::drop(node_); }
         NodeType* operator->() const { return node_; }
+        NodeType* get() const { return node_; }
         NodeType* release() { return std::exchange(node_, nullptr); }
 
       private:

@@ -121,6 +121,10 @@ struct DictNode : Node {
     template <class Equal>
     size_t find(int64_t hash, const Leaf* key, Equal&& equal) const;
 
+    // Whether another entry has the key of the one at `place`. Counts the entries that it looks at in `steps`.
+    template <class Equal>
+    bool is_twice(size_t place, Equal&& equal, size_t& steps) const;
+
     // The entry whose key is this very object. Searches only dicts without an index; for others it returns null.
     const Entry* find_identical(const Leaf* key) const noexcept {
         if (!index.empty() || entries.empty()) return nullptr;
@@ -245,6 +249,27 @@ size_t DictNode::find(int64_t hash, const Leaf* key, Equal&& equal) const {
         if (found > 0) return held - 2;
         if (found < 0) return found == -1 ? kFailed : kAgain;
     }
+}
+
+template <class Equal>
+bool DictNode::is_twice(size_t place, Equal&& equal, size_t& steps) const {
+    const Entry mine = entries[place];
+    const auto has_key = [&](size_t other) {
+        ++steps;
+        const Entry entry = entries[other];
+        return other != place && entry.key && entry.hash == mine.hash && (entry.key == mine.key || equal(entry.key));
+    };
+    if (index.empty()) {
+        for (size_t other = 0; other < entries.size(); ++other) {
+            if (has_key(other)) return true;
+        }
+        return false;
+    }
+    const size_t mask = index.size() - 1;
+    for (size_t at = bucket(mine.hash, mask); index[at] != 0; at = (at + 1) & mask) {
+        if (index[at] > 1 && has_key(index[at] - 2)) return true;
+    }
+    return false;
 }
 
 }  // namespace turnwise::state

@@ -19,7 +19,7 @@ from turnwise.arena.runtime import user_code, watch
 from turnwise.arena.runtime.user_code import CallTimeoutError, call, hook
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.types import EpisodeRequest, EpisodeState
-from turnwise.utils.signals import UserCodeError, contained
+from turnwise.utils.signals import UserCodeError, exits_as_errors
 from turnwise.utils.threads import run_to_end, to_thread
 
 from .user_games import arena_of, asked, forget_warnings, game, leave, play, slept, stop, tool  # noqa: F401
@@ -202,7 +202,7 @@ def test_calls_that_hang_hold_up_no_other(hang: Hang) -> None:
 
 
 async def test_a_function_that_always_hangs_is_called_no_more(hang: Hang, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "MOST_HANGING", 2)
+    monkeypatch.setattr(user_code, "MAX_HANGING", 2)
     for _ in range(2):
         with pytest.raises(CallTimeoutError, match=r"longer than 0\.01 s"):
             await call("tool", hang, limit=0.01, name="stuck")
@@ -464,5 +464,5 @@ def test_an_error_of_close_harms_nothing() -> None:
     with pytest.warns(RuntimeWarning, match="close_errors/game: ValueError: already gone"):
         [result] = play(arena_of(game(close=broken)), 1)
     assert result.rollout.error is None and result.rollout.meta["mishaps"] == {"close_errors/game": 1}
-    with pytest.raises(UserCodeError, match="callback 'plot' raised SystemExit"), contained("callback 'plot'"):
+    with pytest.raises(UserCodeError, match="callback 'plot' raised SystemExit"), exits_as_errors("callback 'plot'"):
         leave()

@@ -39,6 +39,7 @@ class Table final : public LeafReader {
         return leaves_.taken(size_t(value));
     }
     int64_t hash(Leaf* key) override { return hash_of(key); }
+    bool equal(Leaf* key, Leaf* other) override { return key->id == other->id; }
     Leaf* policy(Leaf*) override { return leaves_[1]; }
 
   private:

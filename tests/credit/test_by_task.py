@@ -41,7 +41,7 @@ def test_each_task_is_computed_by_its_own_rule():
     assert got["game", "game0", "solver"] == pytest.approx(want["game0", 0])
     assert got["game", "game0", "other"] == pytest.approx(want["game0", 1])
     # The state is that of the rules, and is restored.
-    assert rule.state_dict() == {"g": alone.state_dict()}
+    assert rule.state_dict() == {"g": {"rule": "RAECredit", "state": alone.state_dict()}}
     fresh = CreditByTask({"m": GRPOCredit(), "g": RAECredit(decay=0.5)}, {"math": "m", "game": "g"})
     fresh.load_state_dict(rule.state_dict())
     assert np.array_equal(fresh.compute_columns(samples), rule.compute_columns(samples))

@@ -104,7 +104,7 @@ def test_a_batch_may_lack_a_reward_that_was_seen() -> None:
 
 def test_what_it_does_not_read_is_refused(make: Any) -> None:
     edge = {"kind": "children", "parent": "p", "actor": "a", "child": "c", "child_actor": "b"}
-    with pytest.raises(ValueError, match="reads the values of reward functions, which edges do not change"):
+    with pytest.raises(ValueError, match="its advantages don't depend on the rewards of calls"):
         LevelCredit(rule=GDPOCredit(rewards={"right": 1.0}), edges=[edge])
     with pytest.raises(ValueError, match="step 0 of rollout 'a' has no tree of episodes: expected info"):
         GDPOCredit(rewards={"right": 1.0}).compute_columns([make("a")])

@@ -43,7 +43,7 @@ def ask(server: FakeServer | str, path: str = "/x", endpoint: Endpoint | None = 
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said", "passes"),
+    ("trouble", "said", "retryable"),
     [
         (Reset(), "cut off", True),
         (Reset(midway=False), "cut off", True),
@@ -53,10 +53,10 @@ def ask(server: FakeServer | str, path: str = "/x", endpoint: Endpoint | None = 
         *[(Say(nonsense), "/x answered no JSON", False) for nonsense in ("<html>", '{"a": ', "\x00\xff")],
     ],
 )
-def test_trouble_is_told_with_whether_it_may_pass_and_asked_once(trouble: Any, said: str, passes: bool) -> None:
+def test_trouble_is_told_with_whether_it_may_pass_and_asked_once(trouble: Any, said: str, retryable: bool) -> None:
     with faking({"/x": trouble}) as server, pytest.raises(EndpointError, match=said) as caught:
         ask(server, timeout=0.2 if isinstance(trouble, Hang) else 5.0)
-    assert server.url in str(caught.value) and caught.value.passes == passes and caught.value.seconds == 0
+    assert server.url in str(caught.value) and caught.value.retryable == retryable and caught.value.seconds == 0
     assert caught.value.status == (int(said[:3]) if said[0].isdigit() else None)
     assert server.count("/x") == 1
 
@@ -65,7 +65,7 @@ def test_nobody_there() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EndpointError, match=rf"{url}/x can't be reached: .*; is it started, and is this its") as caught:
         ask(url)
-    assert caught.value.passes
+    assert caught.value.retryable
 
 
 def test_retry_after_is_told() -> None:
@@ -194,7 +194,7 @@ def test_the_key_of_a_server_that_was_started_again_is_found(tmp_path: Path, mon
         write_key(key_file(server.url), "second")
         with pytest.raises(EndpointError, match="401: no") as caught:
             ask(server, endpoint=endpoint)
-        assert caught.value.passes, "with the new key"
+        assert caught.value.retryable, "with the new key"
         assert ask(server, endpoint=endpoint) == {}
         with pytest.raises(EndpointError, match=r"401: no; expected a key: .*would leave one at"):
             ask(server, endpoint=endpoint)

@@ -139,7 +139,7 @@ async def test_trouble_that_passes(trouble: Act) -> None:
         client = client_of(server)
         with pytest.raises(EndpointError) as caught:
             await client.generate([request_of()])
-        assert caught.value.passes
+        assert caught.value.retryable
         async with PoolClient({"judge": client}) as pool:
             with pytest.warns(UserWarning, match="engine judge failed, and its requests are sent again"):
                 assert (await pool.generate([request_of()]))[0].text == "4"

@@ -277,7 +277,7 @@ class Alone(Engine):
 
 
 def busy(seconds: float = 0.0) -> EndpointError:
-    return EndpointError("answered 503", 503, passes=True, seconds=seconds)
+    return EndpointError("answered 503", 503, retryable=True, seconds=seconds)
 
 
 async def test_one_engine_is_asked_again_and_keeps_its_weights() -> None:

@@ -77,7 +77,7 @@ def test_damaged_archives_are_errors(content: bytes, tmp_path: Path) -> None:
     "files", [{"a": bytes(10**6)}, {f"f{index}": b"" for index in range(200)}], ids=["long", "many"]
 )
 def test_an_archive_has_a_limit(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tinker, "MOST_ARCHIVE", 100_000)
+    monkeypatch.setattr(tinker, "MAX_ARCHIVE", 100_000)
     with pytest.raises(TinkerServerError, match="of more than 100000 bytes"):
         served(archive(**files), tmp_path / "new")
     assert sum(path.stat().st_size for path in (tmp_path / "new").iterdir()) <= 100_000

@@ -54,7 +54,7 @@ async def asked(endpoint: Any, path: str, body: Any = None, method: str = "POST"
 
 
 async def test_idle_connections_take_no_place_from_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(launch, "MAX_CONNECTIONS", 4)
     with engine_here(build("served")) as (endpoint, _):
         host, _, port = endpoint.url.removeprefix("http://").partition(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(20)]

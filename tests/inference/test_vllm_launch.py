@@ -138,7 +138,7 @@ async def test_the_methods_for_weights_can_be_called(monkeypatch: pytest.MonkeyP
         b"",
         b"\xff\xfe",
         b"[" * 100_000,
-        b'{"method": "turnwise_describe", "args": ["' + b"x" * vllm_launch.MOST_BYTES + b'"]}',
+        b'{"method": "turnwise_describe", "args": ["' + b"x" * vllm_launch.MAX_BYTES + b'"]}',
     ],
     ids=lambda body: body[:50].decode("latin-1"),
 )

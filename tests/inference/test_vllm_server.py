@@ -230,18 +230,18 @@ async def test_a_prompt_that_the_server_finds_too_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said", "passes"),
+    ("trouble", "said", "retryable"),
     [(Hang(), "timeout=0.5", False), (Say({"detail": "bad"}, 422), "bad", False), (Say("", 503), "503", True)],
     ids=["hangs", "refuses", "is busy"],
 )
-async def test_one_failure_fails_its_call_alone(trouble: Act, said: str, passes: bool) -> None:
+async def test_one_failure_fails_its_call_alone(trouble: Act, said: str, retryable: bool) -> None:
     script = Pretend().script | {GENERATE: lambda body: trouble if body["token_ids"] == [4] else Say(answer())}
     with faking(script) as server:
         async with client_of(server, timeout=0.5) as client:
             calls = [client.generate([ModelRequest([n], Sampling(max_tokens=3))]) for n in (3, 4, 5)]
             results = await asyncio.gather(*calls, return_exceptions=True)
     assert [isinstance(result, EndpointError) for result in results] == [False, True, False]
-    assert said in str(results[1]) and results[1].passes == passes  # type: ignore[union-attr]
+    assert said in str(results[1]) and results[1].retryable == retryable  # type: ignore[union-attr]
 
 
 async def test_a_server_without_the_endpoints_is_told_how_to_get_them() -> None:
@@ -345,7 +345,7 @@ async def test_an_update_that_fails_stops_sampling_until_one_arrives() -> None:
             said = r"did not arrive whole.*the handle is gone.*send them again"
             with pytest.raises(EndpointError, match=said) as caught:
                 client.load_weights("default", model.state_dict().items(), 1)
-            assert caught.value.passes, "a pool sends them again"
+            assert caught.value.retryable, "a pool sends them again"
             assert pretend.events == ["pause", "incomplete", "reload", "resume"]
             assert "incomplete" in pretend.label, "a server that is resumed half updated must not pass for a whole one"
             asked = server.count(GENERATE)

@@ -134,7 +134,7 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         "drift": {"loss.masks.off_policy": 0.1, "loss.masks.second_moment": 0.001},
         "entropy": {"loss.masks.top_entropy": 0.4},
     },
-    "observations": {"no": {}, "yes": {"loss.observations": 0.05}},
+    "observations": {"no": {}, "yes": {"loss.observation_coef": 0.05}},
     "correction": {
         "none": {},
         "row": {

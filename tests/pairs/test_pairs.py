@@ -178,7 +178,7 @@ def _metrics(folder: Path) -> Iterator[str]:
         sampled += row["sampled_tokens"]
         if row["total_sampled_tokens"] != sampled:
             yield f"total_sampled_tokens = {row['total_sampled_tokens']}, expected {sampled}"
-    said = [(each.get("category"), each.get("message", each.get("text"))) for each in _lines(folder, "warnings.jsonl")]
+    said = [(each["step"], each["warning"]) for each in _lines(folder, "warnings.jsonl")]
     if twice := [one for one in said if said.count(one) > 1]:
         yield f"warned of twice: {twice[0]}"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turnwise.sandbox import templates
-from turnwise.sandbox.templates import MOST_TEMPLATE, TemplateError, TemplateLimitError, render_template
+from turnwise.sandbox import limited, templates
+from turnwise.sandbox.templates import MAX_TEMPLATE, TemplateError, TemplateLimitError, render_template
 
 CHAT = [{"role": "user", "content": "hi"}]
 DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
@@ -39,7 +41,7 @@ HOSTILE = {
     "slices": "{{ range(99999) | slice(1000000000) | list | length }}",
     "text of lorem ipsum": "{{ lipsum(n=100000000) }}",
     "a folded constant": "{{ 'ab' * 999999999 * 999 }}",
-    "a long template": "x" * (MOST_TEMPLATE + 1),
+    "a long template": "x" * (MAX_TEMPLATE + 1),
 }
 ERRORS = {
     "a macro without an end": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
@@ -78,6 +80,8 @@ def test_template_that_fails_is_an_error_that_names_its_folder(name: str) -> Non
         ("{{ 'é' | tojson }}", '"é"'),
         ("{% for x in [1, 2] %}\n    {% if x == 2 %}{% break %}{% endif %}\n{{ x }}\n{% endfor %}", "1\n"),
         ("{% generation %}{{ m['content'] }}{% endgeneration %}!", "\ud800hi!"),
+        ("{{ 'a\\u00e9'.encode('latin-1') }} {{ lipsum(n=1)[:3] }} {{ {1: 2} | pprint }}", "b'a\\xe9' <p> {1: 2}"),
+        ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
         ("{{ m.none is none }} {{ m.role is defined }} {{ pair[0] }}", "False False 7"),
     ],
 )
@@ -117,3 +121,46 @@ def test_a_renderer_that_was_killed_is_replaced_and_a_fork_has_its_own() -> None
     assert os.waitpid(child, 0)[1] == 0
     assert render_template("{{ 4 }}", {}, "x") == "4"
     assert process() is second
+
+
+ESCAPES = {
+    "open": "open('/etc/passwd').read()",
+    "write": "open('/tmp/turnwise-escaped', 'w')",
+    "list": "__import__('os').listdir('/')",
+    "socket": "__import__('ctypes').CDLL(None).socket(2, 1, 0)",
+    "shell": "__import__('os').system('true')",
+    "fork": "__import__('os').fork()",
+    "kill": "__import__('os').kill(1, 0)",
+    "another's limits": "__import__('resource').prlimit(1, 7)",
+}
+
+
+@pytest.mark.parametrize("escape", ESCAPES.values(), ids=ESCAPES)
+def test_a_template_that_finds_a_hole_in_jinja_reaches_nothing(tmp_path: Path, escape: str, monkeypatch: Any) -> None:
+    # As if Jinja's sandbox had a hole: this child's templates have Python's own functions.
+    hole = 'made.globals["hole"] = lambda code: eval(code)\n    return made\n'
+    source = Path(limited.__file__).with_name("limited_child.py").read_text(encoding="utf-8")
+    (tmp_path / "limited_child.py").write_text(source.replace("return made\n", hole), encoding="utf-8")
+    (tmp_path / "child.py").write_text(Path(limited.__file__).with_name("child.py").read_text(encoding="utf-8"))
+    monkeypatch.setattr(limited, "__file__", str(tmp_path / "limited.py"))
+    monkeypatch.setattr(templates, "_renderer", limited.LimitedProcess())
+    try:
+        assert render_template("{{ hole('1 + 1') }}", {}, "x") == "2"
+        with pytest.raises(TemplateError, match=r"PermissionError|status -31"):
+            render_template("{{ hole(code) }}", {"code": escape}, "x")
+    finally:
+        templates._renderer.stop()
+
+
+def test_a_host_without_filters_renders_with_limits_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limited._note_open.cache_clear()
+    # A filter that is none: the kernel refuses it.
+    monkeypatch.setattr(limited, "_filter", lambda: b"\xff" * 8)
+    for _ in range(2):
+        monkeypatch.setattr(templates, "_renderer", limited.LimitedProcess())
+        assert render_template("{{ 1 }}", {}, "x") == "1"
+        templates._renderer.stop()
+    said = [record.message for record in caplog.records if "without a filter" in record.message]
+    assert len(said) == 1 and said[0].endswith("[Errno 22] prctl(22): Invalid argument")

@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from turnwise.state import OpaqueError, State, StateDict, StateError, StateList, Store, to_python
 
 CONTAINERS = (dict, list)
-MOST_VERSIONS = 7
-MOST_ITEMS = 6000  # of a version: bigger ones are cleared, so that comparing stays quick
+MAX_VERSIONS = 7
+MAX_ITEMS = 6000  # of a version: bigger ones are cleared, so that comparing stays quick
 
 
 # ---- what is written ------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ class Histories(RuleBasedStateMachine):
             items.insert(at // 2, "here")
 
     # ---- versions
-    @precondition(lambda self: len(self.versions) < MOST_VERSIONS)
+    @precondition(lambda self: len(self.versions) < MAX_VERSIONS)
     @rule(v=VERSION, n=st.sampled_from([None, 0, 1, 2]))
     def fork(self, v: int, n: int | None) -> None:
         version = self.version(v, writable=False)
@@ -378,7 +378,7 @@ class Histories(RuleBasedStateMachine):
         self.versions += [Version(child, copy.deepcopy(version.model)) for child in children]
         assert all(not child.frozen for child in children)
 
-    @precondition(lambda self: len(self.versions) < MOST_VERSIONS)
+    @precondition(lambda self: len(self.versions) < MAX_VERSIONS)
     @rule(v=VERSION)
     def commit(self, v: int) -> None:
         version = self.version(v)
@@ -464,7 +464,7 @@ class Histories(RuleBasedStateMachine):
     @rule(v=VERSION)
     def shrink(self, v: int) -> None:
         version = self.version(v)
-        if sum(map(len, containers(version.model))) > MOST_ITEMS:
+        if sum(map(len, containers(version.model))) > MAX_ITEMS:
             for side in (version.state.data, version.model):
                 for each in list(containers(side)):
                     if isinstance(each, list):

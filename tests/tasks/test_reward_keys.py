@@ -91,12 +91,6 @@ def test_rules_that_compare_no_single_calls_refuse_turn_shaping(rule):
     assert "'reward.turn_shaping' = 'ramp'" in problems_of(config)[0]
 
 
-@pytest.mark.parametrize("name", ["alpha", "mode", "invalid_cost"])
-def test_an_old_option_names_the_new_key(name):
-    with pytest.raises(ValueError, match=f"unknown option '{name}': .* expected reward.{name}"):
-        build_task("sudoku", {name: 1})
-
-
 def test_the_command_line_and_a_dry_run_tell_the_mix():
     given = {"reward.alpha": "0.4", "reward.turn_shaping": "ramp", "eval.num_prompts": "2", "rollout.branches": "2"}
     config = load_config(None, given)

@@ -178,7 +178,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[list[Token], Any], Defined]]] =
     "policy_loss": ({}, plain),
     "entropy": ({"entropy_coef": COEF}, entropy),
     "teaching": ({}, teaching),
-    "observations": ({"observations": COEF}, observations),
+    "observations": ({"observation_coef": COEF}, observations),
     "critic": ({"critic": {"lam": LAM}}, critic),
     "baseline": ({"baseline": "optimal_token"}, baseline),
 }
@@ -359,7 +359,7 @@ assert run.trainer.progress.step == 1 and run.trainer.policies["default"].update
 
 @pytest.mark.slow
 @pytest.mark.representative
-@pytest.mark.parametrize(("module", "key"), [("observations", "observations"), ("baseline", "baseline")])
+@pytest.mark.parametrize(("module", "key"), [("observations", "observation_coef"), ("baseline", "baseline")])
 def test_a_term_leaves_with_one_file_and_one_line(tmp_path: Path, module: str, key: str) -> None:
     """In a copy of the package, without its file, its line and its config key, the rest trains."""
     package = tmp_path / "turnwise"

@@ -19,7 +19,7 @@ TERMS: dict[str, tuple[dict[str, Any], str]] = {
     "an entropy target": ({"entropy_target": 3.0}, "loss.entropy_target"),
     "a critic": ({"critic": {}}, "loss.critic"),
     "a baseline per token": ({"baseline": "optimal_token"}, "loss.baseline"),
-    "observations": ({"observations": 0.1}, "loss.observations"),
+    "observations": ({"observation_coef": 0.1}, "loss.observation_coef"),
     "a penalty of the loss": ({"type": "dro", "options": {"beta": 0.1}}, "loss.type"),
     "tokens of the minibatch": ({"type": "kl-cov"}, ""),
 }
@@ -34,7 +34,7 @@ def tie(trainer):
 async def test_tied_rows_train_exactly_if_another_term_trains_them(make_trainer, case, capsys):
     loss, term = TERMS[case]
     trainer = make_trainer(steps=2, loss=loss, with_reference="kl" in loss)
-    trainer.arena.marks_observations = "observations" in loss
+    trainer.arena.marks_observations = "observation_coef" in loss
     tie(trainer)
     await trainer.run()
     rows, told = lines_of(trainer.config.run_dir), " ".join(capsys.readouterr().out.split())

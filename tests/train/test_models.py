@@ -8,8 +8,10 @@ from turnwise.arena import Arena
 from turnwise.chat import ChatFormat
 from turnwise.inference import TransformersClient
 from turnwise.inference.common.hf_model import recomputes
+from turnwise.inference.common.model_files import read_config, read_generation_config, read_model, read_tokenizer
 from turnwise.inference.weights.lora import AdaptedModel, activated, shared_bases
 from turnwise.tasks.tiny import build_model, build_tokenizer
+from turnwise.train.checkpoint.files import CheckpointError, read_tensors, write_tensors
 from turnwise.train.config.policies import LoraConfig, PolicyConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import (
@@ -170,6 +172,26 @@ def test_files_of_absurd_size_are_refused(tmp_path, name):
         file.truncate(2**31)
     with pytest.raises(ConfigError, match=f"{name} has 2147483648 bytes: expected at most"):
         check_models({"a": PolicyConfig(path=str(tmp_path))}, never)
+
+
+@pytest.mark.parametrize(
+    "read", [read_config, read_tokenizer, read_generation_config, lambda path: read_model(path, "float32")]
+)
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-2.safetensors"])
+def test_every_reader_of_a_models_files_refuses_absurd_sizes(tmp_path, read, name):
+    with open(tmp_path / name, "wb") as file:
+        file.write((90 << 20).to_bytes(8, "little"))
+        file.truncate(91 << 20)
+    with pytest.raises(ValueError, match=f"{name} has .*: expected at most"):
+        read(str(tmp_path))
+
+
+def test_a_file_of_many_more_tensors_than_the_model_has_is_not_read(tmp_path):
+    file = tmp_path / "policy-default.safetensors"
+    write_tensors({str(i): torch.zeros(1) for i in range(3000)}, file)
+    assert len(read_tensors(file, 3000)) == 3000
+    with pytest.raises(CheckpointError, match=r"has a table of \d+ bytes: .* for 10 tensors"):
+        read_tensors(file, 10)
 
 
 def test_turns_end_where_any_generation_config_says(tmp_path):

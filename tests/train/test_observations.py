@@ -108,7 +108,7 @@ def test_no_other_sum_counts_observed_tokens(small_model, chats, changes):
         policy = double_policy(small_model)
         if "critic" in changes:
             policy.add_head(HEAD, value_head(policy).double(), 1e-2)
-        config = LossConfig(observations=coef, **changes)
+        config = LossConfig(observation_coef=coef, **changes)
         results.append((update_policy(policy, batch, update, config, np.random.default_rng(0)), policy))
     (plain, one), (marked, other) = results
     assert marked.pop("observation_tokens") == 20 and marked.pop("loss_observations") > 0
@@ -155,18 +155,18 @@ def test_a_batch_marks_what_the_environment_answers(small_model):
 
 
 def test_without_marks_or_observations_it_says_so(small_model, chats):
-    policy, config = double_policy(small_model), LossConfig(observations=0.1)
+    policy, config = double_policy(small_model), LossConfig(observation_coef=0.1)
     with pytest.raises(ValueError, match="observation_mask=None: expected marked observations"):
         update_policy(policy, replace(chats, observation_mask=None), UPDATE, config, np.random.default_rng(0))
     nothing = replace(chats, observation_mask=np.zeros_like(chats.observation_mask))
-    with pytest.warns(RuntimeWarning, match="loss.observations, policy 'default': no chat of this batch"):
+    with pytest.warns(RuntimeWarning, match="loss.observation_coef, policy 'default': no chat of this batch"):
         metrics = update_policy(policy, nothing, UPDATE, config, np.random.default_rng(0))
     assert metrics["observation_tokens"] == 0 and metrics["loss_observations"] == 0
 
 
 @pytest.mark.parametrize("coef", [0.0, 0.1])
 def test_a_config_sets_the_marks(tmp_path, coef):
-    settings = {"run_dir": tmp_path, "loss.observations": coef, "task_options.blanks": [1, 1]}
+    settings = {"run_dir": tmp_path, "loss.observation_coef": coef, "task_options.blanks": [1, 1]}
     run = build_run(load_config(None, settings))
     try:
         assert run.arena.marks_observations == bool(coef)

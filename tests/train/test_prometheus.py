@@ -16,7 +16,7 @@ from turnwise.cli.options import EXIT_USAGE
 from turnwise.cli.run import eval as eval_command
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.log.prometheus import MOST_BYTES, MOST_SCRAPES, Prometheus
+from turnwise.train.log.prometheus import MAX_BYTES, MAX_SCRAPES, Prometheus
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.writers import JsonLines, open_writers
 from turnwise.types import GenerateResult, Rollout, Step
@@ -178,7 +178,7 @@ def said(port, request):
 
 def test_strangers_take_no_place_from_a_scrape_and_web_pages_read_nothing(server, port):
     before = threading.active_count()
-    idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(5 * MOST_SCRAPES)]
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(5 * MAX_SCRAPES)]
     for one in idle:
         with contextlib.suppress(OSError):  # it gave way
             one.sendall(b"G")
@@ -190,7 +190,7 @@ def test_strangers_take_no_place_from_a_scrape_and_web_pages_read_nothing(server
         b"GET /metrics HTTP/1.1\r\nHost: evil.example\r\n\r\n",
         b"POST /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
         b"\x16\x03\x01\r\n\r\n",
-        b"GET /" + b"a" * 2 * MOST_BYTES,
+        b"GET /" + b"a" * 2 * MAX_BYTES,
     ):
         with contextlib.suppress(ConnectionError):
             assert said(port, request) == b""

@@ -96,7 +96,7 @@ def test_a_teacher_that_teaches_nothing_is_refused():
         ({"distill": {"top_k": 4}, "sharding": {"offload": True}}, None),
         ({"filter": {"dynamic_sampling_rounds": 2}}, "'filter.dynamic_sampling_rounds' = 2: expected 0, or"),
         ({"distill": {"top_k": 4}, "rollout": {"client": "vllm", "temperature": 0.7}}, None),
-        ({"distill": {"reward": True}, "filter": {"dynamic_sampling_rounds": 2}}, None),
+        ({"distill": {"add_to_reward": True}, "filter": {"dynamic_sampling_rounds": 2}}, None),
     ],
 )
 def test_settings_that_do_not_fit_a_teacher_are_told(changes, problem):

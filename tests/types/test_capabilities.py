@@ -31,7 +31,9 @@ def test_declarations_are_read_and_combined() -> None:
     assert capabilities_of(task_type("kuhn_poker"), TaskCapabilities).seats == ("player0", "player1")
     assert not EpisodicCredit().capabilities.step_rewards
     levels = LevelCredit(rule=GDPOCredit(rewards={"right": 1.0}))
-    assert levels.capabilities == CreditCapabilities(trees=False, ends=False, step_rewards=False, whole_episodes=True)
+    assert levels.capabilities == CreditCapabilities(
+        trees=False, ends=False, step_rewards=False, whole_episodes=True, mixed_rewards=False
+    )
 
 
 def test_a_declaration_of_another_type_is_an_error() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from turnwise.workers import wire
-from turnwise.workers.listen import MOST_CONNECTIONS, MOST_REFUSALS, Listener
+from turnwise.workers.listen import MAX_CONNECTIONS, MAX_REFUSALS, Listener
 from turnwise.workers.wire import Channel, KeyRefused, accept, connect
 
 
@@ -123,10 +123,10 @@ async def test_idle_strangers_take_no_place_from_the_loop_and_are_shown_a_few_ti
     run: Any = None
     listener = Listener(run, "127.0.0.1", 0, "a key", announce=said.append, say=said.append)
     host, _, port = (await listener._listen()).rpartition(":")
-    idle = [await asyncio.open_connection(host, int(port)) for _ in range(3 * MOST_CONNECTIONS)]
+    idle = [await asyncio.open_connection(host, int(port)) for _ in range(3 * MAX_CONNECTIONS)]
     channel = await connect(host, int(port), "a key")
     channel.close()
     await listener._listener.close()
     for _, writer in idle:
         writer.close()
-    assert 0 < len(said) <= MOST_REFUSALS and all("refused a connection" in line for line in said)
+    assert 0 < len(said) <= MAX_REFUSALS and all("refused a connection" in line for line in said)

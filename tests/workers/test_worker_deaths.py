@@ -12,7 +12,7 @@ import pytest
 
 from turnwise.run.build import TaskArena
 from turnwise.types import EpisodeRequest
-from turnwise.workers.remote import MOST_DEATHS, WorkersLostError
+from turnwise.workers.remote import MAX_DEATHS, WorkersLostError
 
 from .playing import Workers, attach, build, difference, until
 from .test_workers import OneByOne, plain, requests_of
@@ -42,7 +42,7 @@ async def test_workers_killed_at_random_moments(name: str, workers: Workers) -> 
     async def kill() -> int:
         """Kill a worker that has episodes at a random moment, then start it again, until the run has ended."""
         kills = 0
-        while not ended.is_set() and kills < MOST_DEATHS - 1:
+        while not ended.is_set() and kills < MAX_DEATHS - 1:
             busy = [n for n in range(2) if (link := remote._links.get(f"worker-{n}")) and link.groups]
             if busy:
                 # Until one is lost with its episodes, at once: later these may have ended by themselves.
@@ -96,8 +96,8 @@ async def test_episodes_that_kill_every_worker(workers: Workers) -> None:
                 if not workers.is_alive(number):
                     await asyncio.to_thread(workers.start, number)
             await asyncio.sleep(0.05)
-    assert remote.deaths == MOST_DEATHS
-    with pytest.raises(WorkersLostError, match=rf"{MOST_DEATHS} workers died while they played e1: worker-\d: "):
+    assert remote.deaths == MAX_DEATHS
+    with pytest.raises(WorkersLostError, match=rf"{MAX_DEATHS} workers died while they played e1: worker-\d: "):
         call.result()
 
 

@@ -113,6 +113,13 @@ class LeafTuple final : public LeafReader {
         return hash;
     }
 
+    bool equal(Leaf* key, Leaf* other) override {
+        if (PyTuple_Check(object_of(key))) charge(object_of(key), 0);  // it may be compared with many
+        const int equal = PyObject_RichCompareBool(object_of(key), object_of(other), Py_EQ);
+        if (equal < 0) throw PythonError();
+        return equal > 0;
+    }
+
     Leaf* policy(Leaf* object) override {
         PyObject* policy = policy_or_error(object_of(object));
         policies_.emplace_back(policy);

@@ -31,7 +31,7 @@ from turnwise.types import (
     ScoringClient,
     Step,
 )
-from turnwise.utils.signals import contained
+from turnwise.utils.signals import exits_as_errors
 
 BETTER_ANSWER = "This answer to the task above earned more reward than others:\n{hint}\n\nAnswer the task yourself."
 """Text that a teacher sees after the prompt with ``hint="best"``; ``{hint}`` is the better answer."""
@@ -47,9 +47,9 @@ class Distillation:
     """Teachers of actors, for ``arena.distillation``.
 
     ``teachers`` maps actors to the policies that teach them, which the arena's client must serve and score with.
-    ``coef`` scales the advantages of the tokens. With ``reward`` they are added to the credit rule's; without it a
-    taught actor learns from its teacher alone, whatever reward it earns. ``hint`` is what the teacher sees in addition
-    to the prompt: with ``"best"`` the best answer that an attempt at the same prompt gave, if it earned more; with
+    ``coef`` scales the advantages of the tokens. With ``add_to_reward`` they are added to the credit rule's; without it
+    a taught actor learns from its teacher alone, whatever reward it earns. ``hint`` is what the teacher sees besides
+    the prompt: with ``"best"`` the best answer that an attempt at the same prompt gave, if it earned more; with
     ``"episode"`` the text of :meth:`~turnwise.arena.Episode.hint`. A call without a hint then has no teacher. Without
     ``scores`` no teacher is asked here, as the trainer's loss has its KL.
 
@@ -58,7 +58,7 @@ class Distillation:
 
     teachers: Mapping[str, str]
     coef: float = 1.0
-    reward: bool = False
+    add_to_reward: bool = False
     hint: Hint = "none"
     scores: bool = True
 
@@ -71,7 +71,7 @@ class Distillation:
     @property
     def unrewarded(self) -> frozenset[str]:
         """The actors whose rewards their teachers replace."""
-        return frozenset() if self.reward else frozenset(self.teachers)
+        return frozenset() if self.add_to_reward else frozenset(self.teachers)
 
     def check(self, policies: Mapping[str, str], client: InferenceClient) -> None:
         """Raise ``ValueError`` unless ``client`` can score with each teacher. ``policies`` are those of the actors."""
@@ -151,7 +151,7 @@ class Distillation:
 
         Return the cause of 0 for calls that a teacher has not scored.
         """
-        if self.reward:
+        if self.add_to_reward:
             return {}
         steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
         causes = {}
@@ -165,7 +165,7 @@ class Distillation:
 
 async def _hint_of(arena: Any, rollout: Rollout, step: Step) -> str | None:
     try:
-        with contained(f"hint of episode {rollout.episode_type!r}"):
+        with exits_as_errors(f"hint of episode {rollout.episode_type!r}"):
             hint = await hook(arena.episodes[rollout.episode_type].hint, rollout, step)
             if hint is not None and not isinstance(hint, str):
                 raise TypeError(f"{hint!r:.80}: expected a text or None")

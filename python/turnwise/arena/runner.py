@@ -22,7 +22,7 @@ from turnwise.arena.runtime.watch import count_without_calls
 from turnwise.types import ContextLengthError, EpisodeRequest, EpisodeState, GenerateResult, ModelError, Rollout
 from turnwise.types.protocols import ArenaRuntime
 from turnwise.utils.copies import own_copy
-from turnwise.utils.signals import contained
+from turnwise.utils.signals import exits_as_errors
 
 
 def check_requests(requests: Any) -> list[EpisodeRequest]:
@@ -157,7 +157,7 @@ async def run_episode(
         try:
             with use_context(context), own_artifact(context):
                 async with own_cancellation_contained(what), recorded_timeout(context, context.deadline):
-                    with contained(what):
+                    with exits_as_errors(what):
                         playing = episode.generate(arena)
                         result = await (playing if context.deadline is None else in_own_task(playing, what))
                 has_parts = bool(result.children or context.continuations)

@@ -45,7 +45,7 @@ CALL_MARKS: tuple[tuple[str, str], ...] = (
 """Opening and closing marks of calls. A mark of reasoning between them is part of an argument."""
 
 _TEXT = re.compile(r"\S")
-MOST_CALLS = 64
+MAX_CALLS = 64
 """Calls at the end of a thought that are tried as the last ones."""
 
 Pairs = tuple[tuple[str, str], ...]
@@ -255,7 +255,7 @@ def _patterns(marks: Pairs, calls: str) -> tuple[re.Pattern[str], re.Pattern[str
 
 def _last_calls(text: str, start: int, calls: CallPlaces) -> int | None:
     """Return where the calls begin with which ``text`` ends; ``None`` if it doesn't end in a call."""
-    for begin in [mark.start() for mark in calls.opening.finditer(text, start)][-MOST_CALLS:]:
+    for begin in [mark.start() for mark in calls.opening.finditer(text, start)][-MAX_CALLS:]:
         end: int | None = begin
         while end is not None and (following := calls.opening.match(text, end)):
             end = calls.end_of(text, following.start())

@@ -40,7 +40,7 @@ from turnwise.utils.threads import to_thread
 HOSTED = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """Address of the hosted service."""
 
-MOST_ARCHIVE = 2**34
+MAX_ARCHIVE = 2**34
 """The most bytes of saved weights."""
 
 POLL = 2.0
@@ -106,7 +106,7 @@ class TinkerServer:
         """Download the saved weights ``path`` into ``folder``: an adapter in peft's format."""
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")
         archive = self.call(partial(self._service.create_rest_client().get_checkpoint_archive_url, run, checkpoint))
-        url, left = str(self.wait(archive).url), MOST_ARCHIVE
+        url, left = str(self.wait(archive).url), MAX_ARCHIVE
         if urlsplit(url).scheme not in ("http", "https"):  # a file: of this machine, for example
             raise TinkerServerError(f"{self.url} gives {path} at {url[:80]!r}: expected an address of http or https")
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class TinkerServer:
                 for entry in files:
                     left -= abs(entry.size) + tarfile.BLOCKSIZE
                     if left < 0:
-                        raise TinkerServerError(f"{self.url} gives {path} of more than {MOST_ARCHIVE} bytes")
+                        raise TinkerServerError(f"{self.url} gives {path} of more than {MAX_ARCHIVE} bytes")
                     files.extract(entry, folder, filter="data")
         except (OSError, ValueError, tarfile.TarError, EOFError, zlib.error) as error:
             raise TinkerServerError(f"{self.url} does not give {path}: {error}") from error

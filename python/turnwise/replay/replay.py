@@ -284,7 +284,8 @@ def _load_into(policies: Mapping[str, Policy], root: Path, checkpoint: str) -> N
     # Frozen weights, such as base models, are the same in all checkpoints.
     load_weights(find_checkpoint(root, "newest") if snapshot else chosen, policies)
     for name, file in snapshot.items():
-        copy_weights(policies[name].model, read_tensors(file).items(), name)
+        expected = sum(1 for _ in policies[name].weights())
+        copy_weights(policies[name].model, read_tensors(file, expected).items(), name)
 
 
 def seat_past(run: Run, record: EpisodeRecord, swapped: Collection[str]) -> None:

@@ -116,7 +116,7 @@ def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], 
         raise ValueError(f"{where} of {folder / 'rollouts.jsonl'} holds a call with an advantage")
     actors = config.get("actors", {}).items()
     taught = [name for name, each in actors if isinstance(each, Mapping) and each.get("teacher")]
-    if taught and not config.get("distill", {}).get("reward"):
+    if taught and not config.get("distill", {}).get("add_to_reward"):
         comparison.notes.append(f"the run set the advantages of {', '.join(taught)} to 0: they learned from teachers")
     kl = config.get("loss", {}).get("kl", {})
     if kl.get("coef", 0) and kl.get("apply_to") == "reward":

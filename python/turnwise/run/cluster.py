@@ -14,6 +14,7 @@ from turnwise.cluster.members import FOLDER
 from turnwise.cluster.placement import describe, fit, roles_of
 from turnwise.cluster.ray_backend import RayBackend
 from turnwise.cluster.supervisor import Supervisor
+from turnwise.inference.common.model_files import read_config
 from turnwise.run.checks import check_config, check_questions, resolve_config, task_of, tiny_model
 from turnwise.run.models import model_of
 from turnwise.train.config.schema import TrainConfig
@@ -81,8 +82,6 @@ def _mib(count: float) -> str:
 
 def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> dict[str, Path]:
     """Write a folder with config and tokenizer for each pool; the trainer sends the weights."""
-    from transformers import AutoConfig
-
     folders = {}
     for name, pool in config.cluster.engines.items():
         policies = {each: resolved.policies[each] for each in pool.policies or resolved.policies}
@@ -94,7 +93,7 @@ def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> di
             model_config = model.config
             model_config.architectures = [type(model).__name__]  # vLLM asks for it
         else:
-            model_config = AutoConfig.from_pretrained(first.path, trust_remote_code=False)
+            model_config = read_config(first.path)
         model_config.dtype = first.dtype
         model_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

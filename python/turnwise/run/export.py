@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import __version__
+from turnwise.inference.common.model_files import read_generation_config
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.run.checks import task_of, tiny_model
 from turnwise.run.policy_sharing import own_bases
@@ -130,11 +131,9 @@ def export_checkpoint(
 
 def _take_generation_config(model: Any, path: str) -> None:
     """Give ``model`` the settings for sampling that are beside its weights, if there are any."""
-    from transformers import GenerationConfig
-
     if path != TINY:
         with suppress(OSError):
-            model.generation_config = GenerationConfig.from_pretrained(path)
+            model.generation_config = read_generation_config(path)
 
 
 def write_card(exported: Exported, config: TrainConfig, manifest: Mapping[str, Any], repo: str | None = None) -> None:

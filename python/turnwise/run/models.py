@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from turnwise.inference.common.model_files import read_config
 from turnwise.inference.common.routed_experts import experts_of, watch_routers
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
@@ -172,12 +173,10 @@ def _held(
 
 def _is_here(path: str) -> bool:
     """Return True if the config under ``path`` can be read without a network."""
-    from transformers import AutoConfig
-
     if path == TINY or path.startswith((".", "/", "~")):
         return True
     try:
-        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        read_config(path, local_files_only=True)
     except OSError:
         return False
     except ValueError:  # of a model that transformers doesn't know, which the next reading names
@@ -272,9 +271,7 @@ def model_of(config: TrainConfig, tiny: Tiny) -> ModelSize:
 
 def _dtype_of_files(path: str) -> torch.dtype | None:
     """Return the dtype of a model's files, in which vLLM serves it by default; ``None`` if they don't say it."""
-    from transformers import AutoConfig
-
-    dtype: torch.dtype | None = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().dtype
+    dtype: torch.dtype | None = read_config(path).get_text_config().dtype
     return dtype
 
 

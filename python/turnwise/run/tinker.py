@@ -12,6 +12,7 @@ from safetensors import safe_open
 from turnwise.inference import TinkerClient
 from turnwise.inference.common.hf_model import context_length
 from turnwise.inference.common.http import key_from_environment
+from turnwise.inference.common.model_files import check_sizes, read_config
 from turnwise.inference.tinker import TinkerServer, TinkerServerError, tinker_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
 from turnwise.train.config.schema import TrainConfig
@@ -161,10 +162,8 @@ class Remote(NamedTuple):
 
 def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
     """Connect to the server, and create an adapter there for each trainable policy."""
-    from transformers import AutoConfig
-
     path, server, name_there = next(iter(config.policies.values())).path, connect(config), base_model(config)
-    model = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    model = read_config(path).get_text_config()
     updates_per_step = config.update.ppo_epochs * config.update.num_minibatches
     policies = {
         name: RemotePolicy(
@@ -202,7 +201,8 @@ def export_adapters(learner: TinkerLearner, tokenizer: Any, run_dir: Path, log: 
         path = adapter.save_for_sampler(f"export{learner.policies[name].version}-{learner.unique_suffix()}")
         try:
             adapter.server.download(path, folder)
-        except TinkerServerError as error:
+            check_sizes(folder)
+        except (TinkerServerError, ValueError) as error:
             log.note(f"policy {name!r} is not exported, and stays on the server as {path}: {error}")
             continue
         _complete(folder)

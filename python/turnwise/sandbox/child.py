@@ -63,12 +63,17 @@ def lock_in(job: dict) -> None:
     prctl(libc, PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != job["parent"]:
         os._exit(1)  # the parent ended before this process could ask to die with it
+    filter_calls(libc, job["filter"])
+
+
+def filter_calls(libc: ctypes.CDLL, allowed: bytes) -> None:
+    """Permanently give up root's rights, and all system calls but those that the filter ``allowed`` passes."""
     prctl(libc, PR_SET_NO_NEW_PRIVS, 1)
     # Root's rights, with which some of the allowed calls could do more.
     if libc.capset(struct.pack("@Ii", CAPABILITY_VERSION, 0), bytes(24)):
         raise OSError(ctypes.get_errno(), "capset: can't give up root's rights")
-    lines = ctypes.create_string_buffer(job["filter"], len(job["filter"]))
-    program = struct.pack("@HP", len(job["filter"]) // 8, ctypes.addressof(lines))  # struct sock_fprog
+    lines = ctypes.create_string_buffer(allowed, len(allowed))
+    program = struct.pack("@HP", len(allowed) // 8, ctypes.addressof(lines))  # struct sock_fprog
     header = ctypes.create_string_buffer(program, len(program))
     prctl(libc, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(header))
 

@@ -1,16 +1,20 @@
 """A process with limits of time, memory and output for jobs on what others wrote: chat templates, and grammars.
 
 No part of such a job can be bounded in its own process: one long call, or one allocation, ends when it ends. So the
-kernel bounds another process. It serves one job after another, because a start costs 0.1 s, and the next one after a
-limit. The jobs are those of ``limited_child.py``.
+kernel bounds another process and, where it has filters of system calls, lets it open no file, network or process. That
+process serves one job after another, because a start costs 0.1 s, and the next one after a limit. The jobs are those of
+``limited_child.py``.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import logging
 import marshal
 import os
+import platform
 import select
 import signal
 import struct
@@ -23,9 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from turnwise.sandbox.seccomp import MACHINES, build_filter
+
+_log = logging.getLogger(__name__)
 _WALL_SECONDS = 60.0
 _LENGTH = struct.Struct("<Q")
-_LIMIT = 2
+_LIMIT, _OPEN = 2, 3
 _ENVIRONMENT = ("TZ", "LD_LIBRARY_PATH", "PYTHONHOME")
 """Variables that the process gets: none with a key."""
 
@@ -58,7 +65,7 @@ class LimitedProcess:
                 self.stop()
                 self._process = self._started()
                 path = [str(Path(part).absolute()) for part in sys.path if isinstance(part, str)]
-                messages.insert(0, marshal.dumps(path))
+                messages.insert(0, marshal.dumps((path, _filter())))
             try:
                 kind, content = self._exchange(self._process, messages)
             except BaseException:
@@ -100,6 +107,9 @@ class LimitedProcess:
             for message in messages:
                 _send(process, message)
             answer = _received(process, time.monotonic() + _WALL_SECONDS)
+            if answer[0] == _OPEN:
+                _note_open(answer[1:].decode("utf-8", "replace"))
+                answer = _received(process, time.monotonic() + _WALL_SECONDS)
         except (EOFError, BrokenPipeError):
             status = process.wait()
             if status == -signal.SIGPROF:
@@ -108,6 +118,20 @@ class LimitedProcess:
             said = os.read(process.stderr.fileno(), 1 << 16).decode("utf-8", "replace").strip().rpartition("\n")[2]
             raise LimitError(f"ended its process (status {status}{said and f': {said:.200}'})") from None
         return answer[0], answer[1:]
+
+
+def _filter() -> bytes | None:
+    """Return the filter of this machine's system calls; ``None`` where there is none."""
+    if sys.platform == "linux" and platform.machine() in MACHINES:
+        return build_filter(platform.machine(), own_limits=True)
+    _note_open(f"turnwise knows no system calls of {sys.platform} on {platform.machine()}")
+    return None
+
+
+@functools.cache
+def _note_open(reason: str) -> None:
+    """Say once that no filter holds a job that finds a hole in its interpreter."""
+    _log.warning("chat templates and grammars run with limits, but without a filter of system calls: %s", reason)
 
 
 def _send(process: subprocess.Popen[bytes], content: bytes) -> None:
@@ -125,7 +149,7 @@ def _received(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     while len(content) < missing:
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise LimitError(f"wrote nothing in {_WALL_SECONDS:g} s")
-        if not (chunk := os.read(process.stdout.fileno(), 1 << 20)):
+        if not (chunk := os.read(process.stdout.fileno(), min(missing - len(content), 1 << 20))):
             raise EOFError
         content += chunk
         if missing == _LENGTH.size and len(content) >= missing:

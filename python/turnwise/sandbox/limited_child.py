@@ -1,8 +1,9 @@
 """Does jobs inside limits. ``limited.py`` starts it as a script, and it imports nothing of turnwise.
 
-It reads Python's path, then requests ``(job, text, content, limits)``, each ``marshal`` behind its length. It trusts
-its parent. An answer is its length, one byte (0 text, 1 error, 2 limit) and a text. The kernel ends
-the process at the limit of CPU time, also inside of one long call.
+It reads Python's path and a filter of system calls, then requests ``(job, text, content, limits)``, each ``marshal``
+behind its length. It trusts its parent. An answer is its length, one byte (0 text, 1 error, 2 limit) and a text; before
+the first there is one more (3) with the reason if the host has no such filters. The kernel ends
+the process at the limit of CPU time, also inside of one long call, and at a call that no job makes.
 """
 
 from __future__ import annotations
@@ -17,27 +18,31 @@ import resource
 import signal
 import struct
 import sys
+import time
 from datetime import datetime
 from typing import Any
 
 LENGTH = struct.Struct("<Q")
-TEXT, ERROR, LIMIT = b"\0", b"\1", b"\2"
+TEXT, ERROR, LIMIT, OPEN = b"\0", b"\1", b"\2", b"\3"
 ERROR_CHARS = 2000
 
 
 def main() -> None:
     requests, answers = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)
-    sys.path[:] = marshal.loads(received(requests))
+    sys.path[:], allowed = marshal.loads(received(requests))
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE"):
         resource.setrlimit(getattr(resource, name), (0, 0))
-    base, most = 0, resource.getrlimit(resource.RLIMIT_AS)[1]
+    base, most, begun = 0, resource.getrlimit(resource.RLIMIT_AS)[1], False
     while request := received(requests):
         job, given, content, (seconds, memory, output) = marshal.loads(request)
-        if not base:
-            with contextlib.suppress(ImportError):  # the job says so
-                importlib.import_module(PACKAGES[job])
-            base = address_space()
+        if not begun:
+            for package in PACKAGES[job]:
+                with contextlib.suppress(ImportError):  # the job says so
+                    importlib.import_module(package)
+            base, begun = address_space(), True
+            if allowed and (reason := locked_in(allowed)):
+                send(answers, OPEN + reason.encode())
         if base:
             wanted = base + memory
             resource.setrlimit(resource.RLIMIT_AS, (wanted if most < 0 else min(wanted, most), most))
@@ -73,8 +78,29 @@ def checked(grammar: str, limits: Any) -> str:
 
 
 JOBS = {"template": rendered, "grammar": checked}
-PACKAGES = {"template": "jinja2", "grammar": "llguidance"}
-"""The package of each job. Its import doesn't count."""
+PACKAGES = {
+    "template": (
+        "jinja2", "jinja2.sandbox", "jinja2.ext", "jinja2.constants", "jinja2.debug", "pprint", "unicodedata",
+        *(f"encodings.{name}" for name in ("ascii", "latin_1", "unicode_escape", "utf_16", "utf_32")),
+    ),
+    "grammar": ("llguidance",),
+}  # fmt: skip
+"""The modules of each job. Their import doesn't count, and files can't be opened later."""
+
+
+def locked_in(allowed: bytes) -> str:
+    """Give up files, processes and the network for good. Return the host's reason if it can't, else an empty text."""
+    os.environ.setdefault("TZ", ":/etc/localtime")  # otherwise each look at the clock looks for that file again
+    time.tzset()
+    source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child.py")
+    child: Any = type(sys)("child")
+    with open(source, encoding="utf-8") as file:
+        exec(compile(file.read(), source, "exec"), child.__dict__)
+    try:
+        child.filter_calls(child.ctypes.CDLL(None, use_errno=True), allowed)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 @functools.lru_cache(maxsize=16)

@@ -35,6 +35,9 @@ FATAL: dict[str, _Numbers] = {
 }  # fmt: skip
 """Calls that no computation makes by accident. The kernel kills the process at once, so the attempt is visible."""
 
+OWN_LIMITS: dict[str, _Numbers] = {"prlimit64": (302, 261), "setitimer": (38, 103)}
+"""Calls with which a process that serves several jobs bounds each of them. The first reaches no other process here."""
+
 RARE_ADVICE = 100
 """``madvise`` takes memory of the whole machine out of use from this advice on (``MADV_HWPOISON``), if root asks."""
 
@@ -48,11 +51,11 @@ _ARCH, _NUMBER = 4, 0  # offsets in struct seccomp_data
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 
 
-def build_filter(machine: str) -> bytes:
+def build_filter(machine: str, *, own_limits: bool = False) -> bytes:
     """Build the filter for ``machine`` (``platform.machine()``). :data:`ALLOWED` calls pass, :data:`FATAL` calls kill.
 
-    Any other call fails, which raises ``PermissionError`` in Python. Raises ``ValueError`` for a machine whose call
-    numbers are not known here.
+    With ``own_limits`` those of :data:`OWN_LIMITS` pass too. Any other call fails, which raises ``PermissionError`` in
+    Python. Raises ``ValueError`` for a machine whose call numbers are not known here.
     """
     if machine not in MACHINES:
         raise ValueError(f"machine={machine!r}: expected one of {sorted(MACHINES)}")
@@ -70,6 +73,12 @@ def build_filter(machine: str) -> bytes:
     number = ALLOWED["madvise"][column]
     assert number is not None
     lines += [_line(_EQUAL, number, skip_unless=len(advice) + 1), *advice, _line(_LOAD, _NUMBER)]
+    if own_limits:
+        limit, timer = (numbers[column] for numbers in OWN_LIMITS.values())
+        assert limit is not None and timer is not None
+        itself = [_line(_LOAD, argument(0)), _line(_EQUAL, 0, skip_unless=1), _line(_RETURN, _ALLOW)]
+        lines += [_line(_EQUAL, limit, skip_unless=len(itself) + 1), *itself, _line(_RETURN, _REFUSE)]
+        lines += [_line(_EQUAL, timer, skip_unless=1), _line(_RETURN, _ALLOW)]
     for calls, action in ((ALLOWED, _ALLOW), (FATAL, _KILL)):
         for numbers in calls.values():
             if (number := numbers[column]) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwise.sandbox.limited import LimitedProcess, LimitError, Limits
 
-MOST_TEMPLATE = 1 << 20
+MAX_TEMPLATE = 1 << 20
 """Characters of a template. The longest of known models have 30,000."""
 SECONDS, SECONDS_PER_MIB = 1.0, 2.0
 """CPU time of a rendering, and more of it for each MiB of its chat."""
@@ -36,9 +36,9 @@ def render_template(template: str, variables: Mapping[str, Any], owner: str) -> 
     ``owner`` is the folder of the template, for errors. Raises :class:`TemplateError`, :class:`TemplateLimitError`, and
     ``TypeError`` for variables that are no plain numbers, texts, lists and mappings.
     """
-    if len(template) > MOST_TEMPLATE:
+    if len(template) > MAX_TEMPLATE:
         raise TemplateLimitError(
-            f"the chat template of {owner!r} has {len(template)} characters: expected at most {MOST_TEMPLATE}"
+            f"the chat template of {owner!r} has {len(template)} characters: expected at most {MAX_TEMPLATE}"
         )
     try:
         content = marshal.dumps(dict(variables))

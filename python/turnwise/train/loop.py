@@ -62,7 +62,7 @@ from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, Trainin
 from turnwise.utils.files import replace_text
 from turnwise.utils.memory import frozen_heap
 from turnwise.utils.registry import name_of, numbered
-from turnwise.utils.signals import SavedNote, after, contained
+from turnwise.utils.signals import SavedNote, after, exits_as_errors
 from turnwise.utils.threads import begin
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ class Trainer:
     async def _saving(self) -> AsyncIterator[None]:
         """Save the last complete step at the end of the block, also after an error."""
         try:
-            with contained("the training loop"):
+            with exits_as_errors("the training loop"):
                 yield
         except StopNow:  # blocking code was interrupted, so that the run can end as after other signals
             await self.stop_and_save(finish_running=False)
@@ -210,7 +210,7 @@ class Trainer:
         await self.stop_and_save(finish_running=self.config.loop.deterministic)
 
     async def _send_and_record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        with suppress(StopNow), contained(f"step {self.progress.step}"):
+        with suppress(StopNow), exits_as_errors(f"step {self.progress.step}"):
             await self.sync_weights()
             await self.record(batch, metrics)
 
@@ -225,7 +225,7 @@ class Trainer:
         await self.sync_weights()
         self._saved_at = time.monotonic()
         for name, callback in self.callbacks.items():
-            with contained(f"callback {name!r}"):
+            with exits_as_errors(f"callback {name!r}"):
                 await callback.on_start(self)
         await hook(self.arena.on_train_start)
         if saved_arena is not None:
@@ -349,7 +349,7 @@ class Trainer:
             **self.cluster_metrics.take(seconds, waiting=self.rollouts.finished),
         }
         for name, callback in self.callbacks.items():
-            with contained(f"callback {name!r}"):
+            with exits_as_errors(f"callback {name!r}"):
                 metrics |= await callback.after_step(self, results)
         # Validate, log and save.
         every = self.config.eval.every

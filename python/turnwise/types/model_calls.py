@@ -145,7 +145,7 @@ class ModelResponse:
 class ModelError(RuntimeError):
     """A model call failed. The episode that made it becomes a result with ``error`` set and never trains."""
 
-    passes: bool = True
+    retryable: bool = True
     """The same request may succeed later."""
     seconds: float = 0.0
     """Seconds until the request may succeed, if the server gave a time."""
@@ -160,7 +160,7 @@ class ContextLengthError(ModelError):
 class DeadEndError(ModelError):
     """A completion came where its grammar allows no further token, although it is not complete."""
 
-    passes = False
+    retryable = False
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """The end of a process: by Ctrl-C, SIGTERM of schedulers, SIGHUP of a closed terminal, or by an error with notes.
 
-:func:`contained` turns any other exit into an error.
+:func:`exits_as_errors` turns any other exit into an error.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class UserCodeError(RuntimeError):
 
 
 @contextmanager
-def contained(what: str) -> Iterator[None]:
+def exits_as_errors(what: str) -> Iterator[None]:
     """Raise ``UserCodeError`` for ``exit()``, and for a ``KeyboardInterrupt`` or cancellation from within.
 
-    Example: ``with contained("callback 'plot'"): await callback.after_step(trainer, results)``
+    Example: ``with exits_as_errors("callback 'plot'"): await callback.after_step(trainer, results)``
     """
     try:
         yield

@@ -47,12 +47,12 @@ from turnwise.workers.messages import (
 from turnwise.workers.stores import BatchStore, dumps_pending, read_snapshots
 from turnwise.workers.wire import Channel, KeyRefused, accept
 
-MOST_SNAPSHOTS = 16
+MAX_SNAPSHOTS = 16
 """Snapshots of stores that a worker keeps; several batches and evaluations may be under way."""
 
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 """Connections that are open at once; those without the key give way."""
-MOST_REFUSALS = 10
+MAX_REFUSALS = 10
 """Refused connections that are shown."""
 
 
@@ -114,7 +114,7 @@ class Listener:
 
     async def _listen(self) -> str:
         sockets = await listening.tcp_sockets(self._host, self._port)
-        self._listener = listening.Listener(sockets, self._protocol, MOST_CONNECTIONS)
+        self._listener = listening.Listener(sockets, self._protocol, MAX_CONNECTIONS)
         host, port = sockets[0].getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -128,8 +128,8 @@ class Listener:
             channel = await accept(reader, writer, self._key)
         except (KeyRefused, ConnectionError, TimeoutError) as error:
             self._refused += 1
-            if self._refused <= MOST_REFUSALS:
-                last = "" if self._refused < MOST_REFUSALS else "; further ones are not shown"
+            if self._refused <= MAX_REFUSALS:
+                last = "" if self._refused < MAX_REFUSALS else "; further ones are not shown"
                 self._say(f"refused a connection from {peer}: {str(error) or 'it did not answer in time'}{last}")
             writer.close()
             return
@@ -196,7 +196,7 @@ class Listener:
             session.client.follow(content[0])
         elif kind == STORES:
             session.stores[content[0]] = read_snapshots(content[1])
-            while len(session.stores) > MOST_SNAPSHOTS:
+            while len(session.stores) > MAX_SNAPSHOTS:
                 del session.stores[next(iter(session.stores))]
         elif kind != ALIVE:
             raise ConnectionError(f"a message is {kind!r}, which this worker does not know")

@@ -31,7 +31,7 @@ from turnwise.workers.messages import (
 )
 from turnwise.workers.stores import apply_outcomes, share_artifacts, snapshots
 
-MOST_DEATHS = 5
+MAX_DEATHS = 5
 """Workers that may die while they play one group, before the group counts as the cause."""
 
 
@@ -266,9 +266,9 @@ class RemoteWorkers:
         for group in groups:
             link.release(group)
             group.deaths.append(f"{link.name}: {link.error}")
-            if len(group.deaths) >= MOST_DEATHS:
+            if len(group.deaths) >= MAX_DEATHS:
                 deaths = "; ".join(group.deaths)
-                fail(group, WorkersLostError(f"{MOST_DEATHS} workers died while they played {group.first}: {deaths}"))
+                fail(group, WorkersLostError(f"{MAX_DEATHS} workers died while they played {group.first}: {deaths}"))
             else:
                 bisect.insort(self._pending, group, key=lambda group: group.number)
         self.dispatch()

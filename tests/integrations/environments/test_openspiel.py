@@ -107,7 +107,7 @@ def test_a_model_can_be_asked_at_every_decision():
     ],
 )
 def test_other_games_have_no_exploitability(name, reason, monkeypatch):
-    monkeypatch.setattr("turnwise.integrations.environments.openspiel.MOST_STATES", 5000)
+    monkeypatch.setattr("turnwise.integrations.environments.openspiel.MAX_STATES", 5000)
     with pytest.raises(ValueError, match=f"has no exact exploitability: {reason}"):
         build_task(f"openspiel:{name}").decisions()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.arena import Rubric
+from turnwise.arena.runtime.watch import MISHAPS
 from turnwise.integrations.gateway import Container, Gateway, ProcessEpisode
 from turnwise.integrations.gateway.process.container import FOLDER
 from turnwise.integrations.gateway.process.episode import OUTPUT_BYTES
@@ -269,6 +270,18 @@ def test_a_container_has_limits_of_processes_memory_and_disk(tmp_path, kind):
         assert problem in rollout.error, rollout.error
     else:
         assert rollout.error is None and rollout.rewards == {"solver": 1.0}, rollout.error
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_an_agent_that_meets_a_limit_of_its_container_is_scored(tmp_path, monkeypatch, kind):
+    """A model's command can use more than the container has where the model would lose."""
+    alone = [line for line in HEAD.splitlines() if "TURNWISE_QUESTION" not in line]
+    monkeypatch.setitem(globals(), "HEAD", "\n".join([*alone, "ask('x')\n"]))
+    rubric, options = Rubric([lambda extras: float(extras["failure"] == "")]), {"collect": [], "timeout": 30.0}
+    rollout = play_contained(tmp_path, BEYOND[kind][0], container={"tool": "bwrap", **SMALL}, rubric=rubric, **options)
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"solver": 0.0} and rollout.meta[MISHAPS] == {"episodes/agent_killed": 1}
 
 
 @needs_bubblewrap

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 
 import pytest
 
 from turnwise.arena import Rubric
+from turnwise.arena.runtime.watch import MISHAPS
+from turnwise.inference.scripted import Reply
 from turnwise.integrations.gateway import Gateway, ProcessEpisode
 from turnwise.integrations.gateway.process.program import FILE_BYTES, check_arguments, collect, render
 from turnwise.integrations.gateway.remote import RemoteGateway
@@ -30,11 +33,11 @@ print("done")
 """
 
 
-def play_program(tmp_path, question, script=PROGRAM, arguments=("--task={question[text]}",), **options):
+def play_program(tmp_path, question, script=PROGRAM, arguments=("--task={question[text]}",), answer="4", **options):
     """Play one episode of ``script``; return its rollout, and what the rubric found in ``extras``."""
     (tmp_path / "program.py").write_text(script)
     seen = []
-    arena = arena_of(scripted("4"))
+    arena = arena_of(scripted(answer))
     episode = ProcessEpisode(
         [sys.executable, "-I", "-S", "program.py", *arguments],
         Gateway(renderer="template"),
@@ -94,6 +97,41 @@ def test_failed_program_shows_both_outputs_and_gets_no_reward(tmp_path):
     assert {"out", "bad"} <= set(rollout.error.splitlines())
     rollout, _ = play_program(tmp_path, {"txt": "x"})
     assert "{question[text]}: the question has no 'text'" in rollout.error
+
+
+ENDS = {
+    "a code": ("sys.exit(3)", "exited with code 3", "exited"),
+    "its own signal": ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", "killed"),
+    "a signal of what it started": ("os.system('kill -9 $PPID'); time.sleep(60)", "was killed by SIGKILL", "killed"),
+    "an exception": ("raise MemoryError", "exited with code 1", "exited"),
+    "sleep": ("time.sleep(60)", "took longer than timeout=2 s", "late"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("answer", ["4", "5"])
+def test_an_agent_that_fails_after_a_call_is_scored_by_what_it_left(tmp_path, end, answer):
+    code, failure, cause = ENDS[end]
+    script = PROGRAM.replace('write("4")', f'write("{answer}")') + f"sys.stdout.flush()\nimport time\n{code}\n"
+    rollout, [extras] = play_program(tmp_path, {"text": "x"}, script, timeout=2.0 if cause == "late" else 60.0)
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"solver": float(answer == "4")} and len(rollout.steps) == 1
+    assert extras["failure"] == failure and extras["output"].strip() == "done"
+    assert rollout.meta[MISHAPS] == {f"episodes/agent_{cause}": 1}
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "import time; time.sleep(60)"], ids=["code", "sleep"])
+def test_a_program_that_fails_before_any_call_fails_its_episode(tmp_path, code):
+    """No model can have ended it: it is not installed, say."""
+    rollout, seen = play_program(tmp_path, {"text": "x"}, code, timeout=1.0)
+    assert rollout.error and not seen and rollout.rewards == {}
+
+
+def test_a_model_that_is_slow_or_fails_costs_the_agent_nothing(tmp_path):
+    slow, broken = Reply("4", delay=math.inf), RuntimeError("the engine is gone")
+    for answer, problem in ((slow, "longer than timeout=1 s"), (broken, "the engine is gone")):
+        rollout, seen = play_program(tmp_path, {"text": "x"}, answer=answer, timeout=1.0)
+        assert problem in rollout.error and not seen and rollout.rewards == {}
 
 
 def test_program_at_another_server(monkeypatch):

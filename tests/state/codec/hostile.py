@@ -285,6 +285,25 @@ def check_keys() -> None:
     assert store._restore(structure, [whole], versions)[0].data == {whole: 1}
 
 
+def check_twice() -> None:
+    """A dict that has one key twice is refused: in the first version and in a changed one, with an index and without"""
+    for size in (2, 8, 40):
+        store = Store()
+        first = store.state({f"k{number}": number for number in range(size)})
+        second = first.fork()
+        second.data["k0x"] = 0
+        structure, leaves, versions = store._archive([first, second])
+        assert [len(state.data) for state in Store()._restore(structure, leaves, versions)] == [size, size + 1]
+        for name, other in (("k1", "k0"), ("k0", f"k{size - 1}"), ("k0x", "k0"), ("k0x", f"k{size - 1}")):
+            crafted = [other if leaf == name else leaf for leaf in leaves]
+            try:
+                Store()._restore(structure, crafted, versions)
+            except CheckpointError as error:
+                assert "a dict with a key twice" in str(error)
+            else:
+                raise AssertionError(f"{size} keys, {name} as {other}: it was read")
+
+
 def check_crafted() -> None:
     """Read each crafted value in all ways. It must be refused."""
     signal.signal(signal.SIGVTALRM, _stop)

@@ -31,6 +31,10 @@ def test_keys_that_take_for_ever_to_hash_are_refused() -> None:
     run("check_keys()")
 
 
+def test_a_dict_with_one_key_twice_is_refused() -> None:
+    run("check_twice()")
+
+
 @pytest.mark.parametrize("kind", ["archives", "records"])
 @pytest.mark.parametrize(("seed", "rounds"), [(0, 300), *SLOW])
 def test_mutated_files_give_an_error_or_a_value(kind: str, seed: int, rounds: int) -> None:

@@ -316,7 +316,7 @@ RULES: dict[str, LossConfig] = {
         masks={"rejection": {"token-k1": [0.2, 5.0]}, "off_policy": 0.1, "second_moment": 0.5, "top_entropy": 0.6}
     ),
     "entropy": LossConfig(entropy_coef=0.01, entropy_target=3.0, kl={"coef": 0.1, "refresh_every": 2}),
-    "observations": LossConfig(observations=0.5),
+    "observations": LossConfig(observation_coef=0.5),
     "baseline": LossConfig(baseline="optimal_token"),
     "vespo": LossConfig(type="vespo"),
     "teacher": LossConfig(),

@@ -17,7 +17,7 @@ from turnwise.arena.runtime.context import EpisodeContext, ModelCall, use_contex
 from turnwise.arena.runtime.private_text import LeakError
 from turnwise.types import EpisodeRequest, GenerateResult
 from turnwise.types.protocols import ArenaRuntime
-from turnwise.utils.signals import contained
+from turnwise.utils.signals import exits_as_errors
 
 
 async def score_groups(
@@ -84,7 +84,7 @@ async def _score(
     outcomes: list[dict[str, Any]]
     # An error counts for each rollout of the group.
     try:
-        with use_context(part), contained("a group function"):
+        with use_context(part), exits_as_errors("a group function"):
             scores = await rubric.score_group([result.rollout for result in group], arena)
         outcomes = [asdict(score) for score in scores]
     except LeakError:

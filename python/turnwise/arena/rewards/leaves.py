@@ -16,7 +16,7 @@ from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.state import prune, to_python
 from turnwise.types import EpisodeState, GenerateResult, Rollout, Step
 from turnwise.types.protocols import ArenaForHooks
-from turnwise.utils.signals import contained
+from turnwise.utils.signals import exits_as_errors
 
 
 class ScoredEpisode(Protocol):
@@ -49,7 +49,7 @@ async def score_leaf(
 ) -> tuple[Score, dict[str, Any]]:
     """Score ``scope.state`` after ``scope.rollout.steps``. Return the score and the extras."""
     rollout, state = scope.rollout, scope.state
-    with use_context(scope), contained("a rubric"):
+    with use_context(scope), exits_as_errors("a rubric"):
         finalize_steps(state, rollout, children)
         return await score_state(episode, arena, rollout, state), rollout.extras
 

@@ -22,7 +22,7 @@ from turnwise.arena.runtime.watch import count_error
 from turnwise.types import CHILD_ACTORS, EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import unique_names
-from turnwise.utils.signals import contained
+from turnwise.utils.signals import exits_as_errors
 from turnwise.utils.values import listed
 
 ARGUMENTS = ("rollout", "arena", "artifact", "extras", "completion", "state", "thought")
@@ -261,7 +261,7 @@ class Rubric:
         async def call() -> Any:
             try:
                 if self.timeout is None:
-                    with contained(f"reward function {name!r}"):
+                    with exits_as_errors(f"reward function {name!r}"):
                         return await hook(work, blocking=self.blocking)
                 async with recorded_limit(current_context(), self.timeout) as limit:
                     return await user_code.call("reward", work, limit=limit, name=name)

@@ -223,7 +223,7 @@ async def gather_or_cancel(
     """Run coroutines concurrently. The first exception, or a cancellation from outside, cancels the rest and is raised.
 
     ``ended`` is called each time one of them ends, in any way. A coroutine that runs code of the user holds it in
-    :func:`~turnwise.utils.signals.contained`, since an exit would end the event loop.
+    :func:`~turnwise.utils.signals.exits_as_errors`, since an exit would end the event loop.
     """
     tasks = list(map(asyncio.create_task, coroutines))
     if ended is not None:

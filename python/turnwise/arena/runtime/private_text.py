@@ -40,7 +40,7 @@ MIN_STATED_WORDS = 3
 _TAG = re.compile(r"</?\w[^<>]*>|<\|[^<>]*\|>|\[/?\w+\]")
 _OPEN = re.compile(r"<(\w++)[^<>]*+>|\[(\w++)\]")
 _CLOSE = re.compile(r"</(\w++)>|\[/(\w++)\]")
-MOST_PAIRS = 1_000_000
+MAX_PAIRS = 1_000_000
 """Pairs of words of a text and of what is shown of it that are compared. Its time grows with them, or faster."""
 
 
@@ -162,7 +162,7 @@ def hidden_parts(text: str, shown: str) -> list[str]:
         runs = [before.split(), after.split()]
     else:
         words, left = text.split(), shown.split()
-        if len(words) * len(left) > MOST_PAIRS:
+        if len(words) * len(left) > MAX_PAIRS:
             words, left = _middles(words, left)
         codes = difflib.SequenceMatcher(None, words, left, autojunk=False).get_opcodes()
         runs = [words[start:end] for kind, start, end, _, _ in codes if kind in ("delete", "replace")]

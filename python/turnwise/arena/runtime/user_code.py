@@ -6,7 +6,7 @@ on, and the process can end.
 - :func:`hook` calls a hook in place: an ``async def`` or a quick function. It names hooks that hold the event loop.
 - :func:`call` calls code that may take long: a plain function in a thread, an ``async def`` in a task. The time limit
   begins with the call, not with the wait for a thread.
-- :func:`contained`, of :mod:`turnwise.utils.signals`, turns attempts to end the process or its task into errors.
+- :func:`exits_as_errors`, of :mod:`turnwise.utils.signals`, turns attempts to end the process or its task into errors.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from turnwise.arena.runtime.watch import (
 )
 from turnwise.types import EpisodeState
 from turnwise.utils.registry import name_of
-from turnwise.utils.signals import asked_for, contained, exited
+from turnwise.utils.signals import asked_for, exited, exits_as_errors
 from turnwise.utils.threads import DaemonThreads
 
 THREADS = {"agent": 512, "tool": 64, "reward": 32, "hook": 64}
 """Concurrent calls in threads, by kind. Abandoned calls don't count."""
 THREADS_OF_EPISODE = 8
 """Concurrent calls of one episode among them."""
-MOST_HANGING = 100
+MAX_HANGING = 100
 """Abandoned calls of one function that still run. Further calls fail at once, until some of these end."""
 GRACE = 5.0
 """Seconds that a cancelled ``async def`` gets to end."""
@@ -103,7 +103,7 @@ async def close_states(episode: Any, states: Iterable[EpisodeState]) -> None:
         return
 
     async def close(state: EpisodeState) -> None:
-        with contained("close"):
+        with exits_as_errors("close"):
             await hook(episode.close, state)
 
     what = f"close of {episode.episode_type!r}"
@@ -253,9 +253,9 @@ class _ThreadCall:
 
 async def _in_thread(one: _ThreadCall, limit: float | None) -> Any:
     kind, name = key = one.key
-    if _hanging[key] >= MOST_HANGING:
+    if _hanging[key] >= MAX_HANGING:
         raise CallTimeoutError(
-            f"{kind} {name!r} is not called: {MOST_HANGING} of its calls passed their time limit and still hang"
+            f"{kind} {name!r} is not called: {MAX_HANGING} of its calls passed their time limit and still hang"
         )
     gates = _gates.setdefault(asyncio.get_running_loop(), {})
     if kind not in gates:
@@ -285,7 +285,7 @@ async def _in_task(key: Key, work: Callable[[], Awaitable[Any]], limit: float | 
 
     async def run() -> tuple[BaseException | None, Any]:
         try:
-            with contained(what):
+            with exits_as_errors(what):
                 return None, await watched(work(), work)
         except Exception as error:
             return error, None

@@ -26,7 +26,7 @@ from turnwise.arena.trees.value import BranchingEpisode, StateToValue, ValueEsti
 from turnwise.state import prune
 from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
-from turnwise.utils.signals import contained
+from turnwise.utils.signals import exits_as_errors
 
 T = TypeVar("T")
 
@@ -217,7 +217,7 @@ class TreeSearch:
 
     async def _act(self, action: PendingAction, scope: EpisodeContext) -> Step | ModelError:
         # Only a failed model call loses a branch. A bug in the game must not hide in a count, so it fails the episode.
-        with use_context(scope), contained("a branch"):
+        with use_context(scope), exits_as_errors("a branch"):
             try:
                 state = scope.state
                 return await self.episode.take_action(state, action.messages, self.arena, state.artifact)
@@ -240,7 +240,7 @@ class TreeSearch:
         several = len(self.beams) > 1
 
         async def one(beam: Beam) -> T | ModelError:
-            with use_context(beam.context), contained("a branch"):
+            with use_context(beam.context), exits_as_errors("a branch"):
                 try:
                     return await work(beam)
                 except ModelError as error:

@@ -24,7 +24,7 @@ from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.state import prune
 from turnwise.types import PAID_OTHERS, EpisodeState, GenerateResult, Messages, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
-from turnwise.utils.signals import contained
+from turnwise.utils.signals import exits_as_errors
 
 Playout = dict[str, Any]
 
@@ -77,7 +77,7 @@ class ValueEstimator:
     async def _one(self, position: StateToValue) -> list[Playout]:
         begun = self._scope(position, position.name, position.context)
         begun.lazy_rng = position.context.lazy_rng.fork()
-        with use_context(begun), contained("a playout"):
+        with use_context(begun), exits_as_errors("a playout"):
             try:
                 if position.acted:
                     await self.episode.pass_on(begun.state, self.arena, begun.state.artifact, skipped=False)
@@ -108,7 +108,7 @@ class ValueEstimator:
     async def _play(self, position: StateToValue, scope: EpisodeContext) -> Playout | None:
         episode, state = self.episode, scope.state
         try:
-            with use_context(scope), contained("a playout"):
+            with use_context(scope), exits_as_errors("a playout"):
                 while not state.done:
                     messages = await hook(episode.build_messages, state, self.arena, state.artifact)
                     try:

@@ -258,7 +258,9 @@ class MatchClient:
         if participant.checkpoint is not None:
             load_weights(participant.checkpoint, run.trainer.policies)
         for name, policy in trained.items():
-            weights = policy.weights() if participant.files is None else read_tensors(participant.files[name]).items()
+            weights = policy.weights()
+            if participant.files is not None:
+                weights = iter(read_tensors(participant.files[name], sum(1 for _ in weights)).items())
             run.arena.client.load_weights(slot_name(name, side), weights, 0)
 
     # -- the client protocol -------------------------------------------------------------------------------------------

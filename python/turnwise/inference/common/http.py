@@ -32,10 +32,10 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 CONNECT_SECONDS = 10.0
 
-MOST_ANSWER = 2**24
+MAX_ANSWER = 2**24
 """The most bytes of an answer, decompressed."""
 
-MOST_KEY = 2**12
+MAX_KEY = 2**12
 """The most bytes of a key."""
 
 LONGEST_WAIT = 600.0
@@ -45,12 +45,14 @@ LONGEST_WAIT = 600.0
 class EndpointError(ModelError):
     """Raised for a server that can't be reached, refuses, or answers wrongly. ``status`` is its answer's status.
 
-    ``passes`` is true if the same request may succeed later, after at least ``seconds`` if the server named a time.
+    ``retryable`` is true if the same request may succeed later, after at least ``seconds`` if the server named a time.
     """
 
-    def __init__(self, message: str, status: int | None = None, *, passes: bool = False, seconds: float = 0.0) -> None:
+    def __init__(
+        self, message: str, status: int | None = None, *, retryable: bool = False, seconds: float = 0.0
+    ) -> None:
         super().__init__(message)
-        self.status, self.passes, self.seconds = status, passes, seconds
+        self.status, self.retryable, self.seconds = status, retryable, seconds
 
 
 class LoopThread:
@@ -153,7 +155,7 @@ class Endpoint:
         query: Mapping[str, str] | None = None,
         reads: bool = True,
         timeout: float | None = None,
-        most: int = MOST_ANSWER,
+        most: int = MAX_ANSWER,
     ) -> Any:
         """Return the decoded JSON of the answer; ``None`` if it is empty or ``reads`` is false.
 
@@ -180,13 +182,13 @@ class Endpoint:
                     self._reject(where, answer.status, answer.headers, content)
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise EndpointError(
-                f"{where} can't be reached: {_text_of(error)}; is it started, and is this its address?", passes=True
+                f"{where} can't be reached: {_text_of(error)}; is it started, and is this its address?", retryable=True
             ) from error
         except TimeoutError as error:
             raise EndpointError(f"{where} gave no answer within timeout={limit:g} seconds") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EndpointError(
-                f"{where} was cut off in the middle of its answer: {_text_of(error)}", passes=True
+                f"{where} was cut off in the middle of its answer: {_text_of(error)}", retryable=True
             ) from error
         except aiohttp.ClientError as error:
             raise EndpointError(f"{where} does not speak HTTP: {_text_of(error)}") from error
@@ -203,14 +205,14 @@ class Endpoint:
         if status < 400:
             target = headers.get("Location", "")[:200]
             message = f"it redirects to {target!r}, which is not followed; give the final url"
-        passes = status in PASSING
+        retryable = status in PASSING
         if status == 401:
             # A server that was started again has left another key in its file.
             before = self._key
             if not self._fixed:
                 self._key = self._key_on_disk()
             if self._key is not None and self._key != before:
-                passes = True
+                retryable = True
             elif source := self.api_key_env or self.api_key_file or ("api_key" if self._fixed else None):
                 message += f"; check the key in {source}"
             else:
@@ -219,7 +221,7 @@ class Endpoint:
                     f"serve` of this user on this host would leave one at {key_file(self.url)}"
                 )
         raise EndpointError(
-            f"{where} answered {status}: {message}", status, passes=passes, seconds=_retry_after(headers)
+            f"{where} answered {status}: {message}", status, retryable=retryable, seconds=_retry_after(headers)
         )
 
     def _open_session(self) -> Any:
@@ -326,7 +328,7 @@ def read_key(path: Path) -> str | None:
         with open(os.open(path, flags), encoding="ascii") as file:
             entry, folder = os.fstat(file.fileno()), path.parent.lstat()
             is_ours = stat.S_ISREG(entry.st_mode) and stat.S_ISDIR(folder.st_mode) and _is_private(folder)
-            return file.read(MOST_KEY).rstrip("\n") if is_ours and _is_private(entry) else None
+            return file.read(MAX_KEY).rstrip("\n") if is_ours and _is_private(entry) else None
     except (OSError, UnicodeDecodeError):
         return None
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from turnwise.inference.common.base import GatedScoringClient, gather_all
 from turnwise.inference.common.http import LoopThread
-from turnwise.inference.pool.engine import EngineFailed, EngineLimits, PoolEngine, PrefixRouter, Published, Router
+from turnwise.inference.pool.engine import EngineFailed, EngineLimits, PoolEngine, PrefixRouter, Router, WeightSnapshot
 from turnwise.inference.weights.load import collect_weights
 from turnwise.types import (
     ClientCapabilities,
@@ -94,7 +94,7 @@ class PoolClient(GatedScoringClient):
         self._engines = {name: PoolEngine(name, client, self._limits) for name, client in engines.items()}
         for engine in self._engines.values():
             engine.begin()
-        self._published: dict[str, Published] = {}
+        self._published: dict[str, WeightSnapshot] = {}
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()  # set when an engine serves, or can't be waited for any more
@@ -129,9 +129,9 @@ class PoolClient(GatedScoringClient):
         if self._closed:
             raise ModelError("the client is closed")
         sources = collect_weights(weights, policy)
-        new = Published(policy, version, sources)
+        new = WeightSnapshot(policy, version, sources)
         if self._keeps:
-            new = Published.copy(policy, version, sources, [*self._published.values()])
+            new = WeightSnapshot.copy(policy, version, sources, [*self._published.values()])
         self._thread.submit(self._publish(new)).result()
 
     def version(self, policy: str) -> int:
@@ -208,7 +208,7 @@ class PoolClient(GatedScoringClient):
         pause = FIRST_WAIT
         failed: dict[str, EngineFailed] = {}
         for _ in range(self._attempts):
-            unable = [name for name, error in failed.items() if not error.passes]
+            unable = [name for name, error in failed.items() if not error.retryable]
             engine = await self._choose(request, failed, unable)
             if engine.name in failed:
                 await asyncio.sleep(max(pause * self._random.uniform(0.5, 1.0), failed[engine.name].seconds))
@@ -220,7 +220,7 @@ class PoolClient(GatedScoringClient):
                 failed[engine.name] = error
                 engine.counts["retries"] += 1
                 self._exclude(engine, str(error), error.lost)
-                if not error.passes and all(name in failed and not failed[name].passes for name in self._engines):
+                if not error.retryable and all(name in failed and not failed[name].retryable for name in self._engines):
                     raise ModelError(_list(failed)) from error
         raise ModelError(f"a request failed {self._attempts} times: {_list(failed)}")
 
@@ -273,7 +273,7 @@ class PoolClient(GatedScoringClient):
                 break
             except Exception as error:  # whatever it is, the engine doesn't serve, and the error is kept
                 engine.error = str(error) or type(error).__name__
-                if isinstance(error, ModelError | EngineFailed) and not error.passes:
+                if isinstance(error, ModelError | EngineFailed) and not error.retryable:
                     engine.refusals = max(engine.refusals, self._attempts)
                 self._changed.set()
             await asyncio.sleep(min(FIRST_WAIT * 2 ** min(attempt, 16), LONGEST_WAIT))
@@ -285,7 +285,7 @@ class PoolClient(GatedScoringClient):
     async def _catch_up(self, engine: PoolEngine) -> None:
         """Let ``engine`` acknowledge all published weights, also those published in the meantime."""
 
-        def missing() -> list[Published]:
+        def missing() -> list[WeightSnapshot]:
             return [new for policy, new in self._published.items() if loaded.get(policy) is not new]
 
         loaded = dict(engine.held)
@@ -314,7 +314,7 @@ class PoolClient(GatedScoringClient):
         self._left["retries"] += engine.counts["retries"]
         await engine.close()
 
-    async def _publish(self, new: Published) -> None:
+    async def _publish(self, new: WeightSnapshot) -> None:
         async with self._publishing:
             for engine in self._engines.values():
                 engine.refusals = 0  # perhaps it takes these
@@ -336,7 +336,7 @@ class PoolClient(GatedScoringClient):
                 await self._wait_for_engines()
             finally:
                 if not self._keeps:  # the weights are the caller's, and may change once this returns
-                    kept = self._published[new.policy] = Published(new.policy, new.version, {})
+                    kept = self._published[new.policy] = WeightSnapshot(new.policy, new.version, {})
                     for engine in self._engines.values():
                         if engine.held.get(new.policy) is whole:
                             engine.held[new.policy] = kept

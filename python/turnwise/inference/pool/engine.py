@@ -39,18 +39,18 @@ REMEMBERED = 2**17
 class EngineFailed(Exception):
     """Raised if an engine failed, so that another may succeed. A ``lost`` engine no longer answers.
 
-    ``passes`` is true if the same engine may succeed later, after at least ``seconds`` if it named a time.
+    ``retryable`` is true if the same engine may succeed later, after at least ``seconds`` if it named a time.
     """
 
-    def __init__(self, message: str, *, lost: bool = False, passes: bool = True, seconds: float = 0.0) -> None:
+    def __init__(self, message: str, *, lost: bool = False, retryable: bool = True, seconds: float = 0.0) -> None:
         super().__init__(message)
-        self.lost, self.passes, self.seconds = lost, passes, seconds
+        self.lost, self.retryable, self.seconds = lost, retryable, seconds
 
     @classmethod
     def by(cls, error: Exception, lost: bool = False) -> EngineFailed:
         """Return the failure for ``error``. An error that the client doesn't call final may pass."""
-        passes, seconds = (error.passes, error.seconds) if isinstance(error, ModelError) else (True, 0.0)
-        return cls(str(error) or type(error).__name__, lost=lost, passes=passes, seconds=seconds)
+        retryable, seconds = (error.retryable, error.seconds) if isinstance(error, ModelError) else (True, 0.0)
+        return cls(str(error) or type(error).__name__, lost=lost, retryable=retryable, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Published:
+class WeightSnapshot:
     """Weights of a policy, on the CPU, and their version."""
 
     policy: str
@@ -70,7 +70,9 @@ class Published:
     weights: Mapping[str, Tensor]
 
     @classmethod
-    def copy(cls, policy: str, version: int, sources: Mapping[str, Tensor], earlier: Iterable[Published]) -> Published:
+    def copy(
+        cls, policy: str, version: int, sources: Mapping[str, Tensor], earlier: Iterable[WeightSnapshot]
+    ) -> WeightSnapshot:
         """Copy ``sources``; tied ones stay tied. Tensors that are equal in ``earlier`` weights are not copied again."""
         check_memory(sources)
         copies: dict[Any, Tensor] = {}
@@ -86,13 +88,13 @@ class Published:
                 copies[key] = source.detach().to("cpu", copy=True)
         return cls(policy, version, {name: copies[storage_key(source)] for name, source in sources.items()})
 
-    def over(self, before: Published | None) -> Published:
+    def over(self, before: WeightSnapshot | None) -> WeightSnapshot:
         """Return these weights with those of ``before`` that they don't replace: the base of an adapter."""
         if before is None:
             return self
         replaced = {storage_key(before.weights[name]) for name in self.weights if name in before.weights}
         kept = {name: tensor for name, tensor in before.weights.items() if storage_key(tensor) not in replaced}
-        return Published(self.policy, self.version, {**kept, **self.weights})
+        return WeightSnapshot(self.policy, self.version, {**kept, **self.weights})
 
 
 class PoolEngine:
@@ -109,7 +111,7 @@ class PoolEngine:
         self.outstanding = self.most_outstanding = 0
         self.counts = dict.fromkeys(("requests", "retries", "deaths"), 0)
         self.versions: dict[str, list[int]] = {}
-        self.held: dict[str, Published] = {}
+        self.held: dict[str, WeightSnapshot] = {}
         self.refusals = 0
         self._limits = limits
         self._lost = asyncio.Event()
@@ -166,7 +168,7 @@ class PoolEngine:
                 return answer.result()
         except TimeoutError:
             message = f"it gave no answer within timeout={self._limits.timeout:g} seconds"
-            raise EngineFailed(message, passes=False) from None
+            raise EngineFailed(message, retryable=False) from None
         finally:
             lost.cancel()
 
@@ -197,7 +199,7 @@ class PoolEngine:
         return self.client.peaks() if isinstance(self.client, MeasuredClient) else {}
 
     # -- weights and service -------------------------------------------------------------------------------------------
-    async def load(self, new: Published) -> None:
+    async def load(self, new: WeightSnapshot) -> None:
         """Load ``new``, and return once the engine has acknowledged them. Raises its errors, or ``TimeoutError``."""
         loop = asyncio.get_running_loop()
         async with self._loading:

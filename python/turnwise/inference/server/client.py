@@ -35,7 +35,7 @@ from turnwise.inference.common.proxies import is_loopback
 from turnwise.inference.server.launch import LOAD
 from turnwise.inference.server.remote import (
     GENERATE,
-    MOST_GENERATED,
+    MAX_GENERATED,
     Adapters,
     RemoteServer,
     ServerCompletion,
@@ -263,7 +263,7 @@ class VLLMServerClient(GatedScoringClient):
         if self._unusable is not None:
             raise ModelError(self._unusable)
         try:
-            content = await self._endpoint.ask("POST", GENERATE, body=body, most=MOST_GENERATED)
+            content = await self._endpoint.ask("POST", GENERATE, body=body, most=MAX_GENERATED)
         except EndpointError as error:
             raise sampling_error(error, body["model"]) from error
         limit = body["sampling_params"]["max_tokens"]
@@ -275,7 +275,7 @@ class VLLMServerClient(GatedScoringClient):
             await self._wait_for_update()
             versions = self._versions_of(request.policy, completion)
         if versions is None:
-            raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", passes=True)
+            raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", retryable=True)
         if request.scored_token_ids is not None:
             self._stats["requests"] += 1
             self._stats["prompt_tokens"] += len(body["token_ids"])
@@ -377,7 +377,7 @@ class VLLMServerClient(GatedScoringClient):
             self._synced = False
             message = f"weights did not arrive whole at {self._endpoint.url} ({error})"
             self._unusable = f"new {message}; send them again" if new else None
-            raise EndpointError(self._unusable or message, passes=error.passes) from error
+            raise EndpointError(self._unusable or message, retryable=error.retryable) from error
         self._synced, self._unusable = True, None
         self._stats["syncs"] += 1
         self._stats["sync_seconds"] += time.perf_counter() - began

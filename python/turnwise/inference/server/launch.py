@@ -51,7 +51,7 @@ ROUTES = {
 }  # fmt: skip
 """The routes that clients may use. vLLM's development mode, which opens the routes for weights, opens many more."""
 
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 """The most bytes in a call of a worker's method. A weight handle is small: it locates weights, but holds none."""
 
 CPU_ARGUMENTS = ["--block-size=32", "--enforce-eager", "--no-enable-chunked-prefill"]
@@ -156,14 +156,14 @@ class RequestGate:
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read a call of a worker's method, and pass it on if the method may be called."""
         content, more = b"", True
-        while more and len(content) <= MOST_BYTES:
+        while more and len(content) <= MAX_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
             content += message.get("body", b"")
             more = message.get("more_body", False)
         try:
-            asked = None if more or len(content) > MOST_BYTES else json.loads(content)
+            asked = None if more or len(content) > MAX_BYTES else json.loads(content)
         except (ValueError, RecursionError):
             asked = None
         method = asked.get("method") if isinstance(asked, dict) else None

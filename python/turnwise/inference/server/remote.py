@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 GENERATE = "/inference/v1/generate"
 
-MOST_GENERATED = 2**28
+MAX_GENERATED = 2**28
 """The most bytes of an answer with tokens, whose scores and experts take many."""
 
 START_LABEL = "default"
@@ -216,7 +216,7 @@ class RemoteServer:
 def sampling_error(error: EndpointError, model: str | None) -> ModelError:
     """Return the error to raise for a request that the server refused: ``ContextLengthError`` for a long prompt."""
     if error.status == 404 and "does not exist" in str(error) and model is not None:
-        return EndpointError(f"{error}: the server lost its adapters", passes=True)
+        return EndpointError(f"{error}: the server lost its adapters", retryable=True)
     if error.status == 400 and any(words in str(error) for words in TOO_LONG):
         return ContextLengthError(str(error))
     return _with_hint(error)

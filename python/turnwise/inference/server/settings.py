@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.inference.common.http import aiohttp_or_raise, key_from_environment
+from turnwise.inference.common.model_files import read_config
 from turnwise.inference.vllm.worker import computes_on_cpu
 
 RESERVED = {
@@ -142,10 +143,7 @@ def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
     dtype = settings.engine_args.get("dtype")
     if dtype is None:
         # By default, vLLM computes float32 models in half precision.
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
-        dtype = getattr(config.get_text_config(), "dtype", None)
+        dtype = getattr(read_config(settings.model).get_text_config(), "dtype", None)
     options: dict[str, Any] = {
         "model": settings.model,
         "host": settings.host,
@@ -193,9 +191,7 @@ def _rotary_options(settings: ServeSettings) -> dict[str, Any]:
     """
     if not computes_on_cpu():
         return {}
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
+    config = read_config(settings.model).get_text_config()
     return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if hasattr(config, "kv_lora_rank") else {}
 
 

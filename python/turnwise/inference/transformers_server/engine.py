@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from turnwise.inference.common.hf_model import limit_head
+from turnwise.inference.common.model_files import check_sizes
 from turnwise.inference.local.client import TransformersClient
 from turnwise.inference.local.models import load_models
 from turnwise.inference.server.remote import START_LABEL
@@ -165,6 +166,7 @@ class TransformersEngine(TransformersClient):
         if name in self._policies:
             raise ValueError(f"The lora adapter '{name}' has already been loaded.")
         try:
+            check_sizes(folder)
             config = peft_or_raise().LoraConfig.from_pretrained(str(folder))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f"{folder}: expected the folder of a LoRA adapter in peft's format: {error}") from error

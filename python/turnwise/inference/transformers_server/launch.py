@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turnwise.inference.common.model_files import make_model, read_config, read_model
 from turnwise.inference.server.launch import end_with_starter
 from turnwise.inference.server.settings import RETURN_EXPERTS, ServeSettings
 
@@ -21,22 +22,18 @@ if TYPE_CHECKING:
 
     from turnwise.inference.transformers_server.routes import Routes
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 """Connections that are open at once: one for each request of a run under way. Those without the key give way."""
 
 
 def build_model(settings: ServeSettings) -> Any:
     """Load the model, or build it with random weights. It runs on a GPU if there is one, in the dtype of its files."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+    config = read_config(settings.model)
     dtype = settings.engine_args.get("dtype") or getattr(config.get_text_config(), "dtype", None) or torch.float32
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    if settings.dummy_weights:
-        model = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=kind, trust_remote_code=False)
+    model = make_model(config, kind) if settings.dummy_weights else read_model(settings.model, kind)
     return model.to(settings.engine_args.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -59,7 +56,7 @@ async def start(routes: Routes, host: str, port: int) -> web.AppRunner:
     app.on_shutdown.append(close)
     await runner.setup()
     assert runner.server is not None, "not set up"
-    routes.listener = Listener(sockets, runner.server, MOST_CONNECTIONS)
+    routes.listener = Listener(sockets, runner.server, MAX_CONNECTIONS)
     return runner
 
 

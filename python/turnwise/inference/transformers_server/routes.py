@@ -19,13 +19,13 @@ from turnwise.inference.weights.weight_block import TransferError
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
 from turnwise.utils.threads import to_thread
 
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 """The most bytes of a request: prompts of several million tokens."""
 
 LONG = 2**16
 """Bytes of a request from which on it is read in a thread."""
 
-MOST_VALUES = 1000
+MAX_VALUES = 1000
 """Lists and objects of a request, whose tokens are numbers."""
 
 SAMPLING = {
@@ -49,7 +49,7 @@ class Routes:
 
     def app(self) -> web.Application:
         """Make the application. The key and the host names are in the environment; see :class:`Admission`."""
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_admitting(Admission(), self._prove)])
+        app = web.Application(client_max_size=MAX_BYTES, middlewares=[_admitting(Admission(), self._prove)])
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/weight_info", self.weight_info)
@@ -228,8 +228,8 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
     if not request.can_read_body:
         return {}
     text = await request.read()
-    if text.count(b"[") + text.count(b"{") > MOST_VALUES:
-        raise ValueError(f"the request has more than {MOST_VALUES} lists and objects")
+    if text.count(b"[") + text.count(b"{") > MAX_VALUES:
+        raise ValueError(f"the request has more than {MAX_VALUES} lists and objects")
     try:
         body = await to_thread(_parsed, text) if len(text) >= LONG else _parsed(text)
     except RecursionError:

@@ -44,7 +44,7 @@ ATTEMPTS = 3
 MAX_HANDSHAKES = 64
 """The most connections at the same time that have not yet proved that they know the key; the oldest gives way."""
 
-MOST_REFUSALS = 10
+MAX_REFUSALS = 10
 """Refused connections that are shown."""
 
 CHUNK = 2**24
@@ -211,8 +211,8 @@ class Hub:
             self._strangers.pop(connection, None)
             self._refused += 1
             count = self._refused
-        if count <= MOST_REFUSALS:
-            last = "" if count < MOST_REFUSALS else "; further ones are not shown"
+        if count <= MAX_REFUSALS:
+            last = "" if count < MAX_REFUSALS else "; further ones are not shown"
             warnings.warn(f"{reason}{last}", stacklevel=2)
 
     def _handle(self, peer: Peer, frame: Frame) -> None:

@@ -37,7 +37,7 @@ HANDSHAKE_SECONDS = 10.0
 CONNECT_SECONDS = 30.0
 """The most seconds for connecting to a sender's host."""
 
-MOST_BYTES = 2**24
+MAX_BYTES = 2**24
 """The most bytes of a frame. Before the key is checked they are fewer."""
 
 MAX_HANDSHAKE_BYTES = 2**10
@@ -93,7 +93,7 @@ class Wire:
         """True if there is something to read within ``seconds``, the end of the connection included."""
         return bool(self._poll.poll(seconds * 1000))
 
-    def receive(self, seconds: float | None = None, most: int = MOST_BYTES) -> Frame:
+    def receive(self, seconds: float | None = None, most: int = MAX_BYTES) -> Frame:
         """Read one frame. Raises ``OSError`` if there is none within ``seconds``, or none that is valid."""
         until = None if seconds is None else time.monotonic() + seconds
         head = bytearray(_LENGTH.size)

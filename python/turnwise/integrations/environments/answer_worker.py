@@ -20,7 +20,7 @@ from typing import Any
 
 from turnwise.sandbox.child import lock_in
 
-MOST_BYTES = 4096
+MAX_BYTES = 4096
 """Length of a fork's reply."""
 
 
@@ -51,9 +51,9 @@ def score_locked(dataset: Any, entry: dict[str, Any], answer: str | None, job: d
         _score_and_exit(dataset, entry, answer, {**job["lock"], "parent": parent}, writing)
     os.close(writing)
     said, deadline = b"", time.monotonic() + job["wall_seconds"]
-    while len(said) < MOST_BYTES:
+    while len(said) < MAX_BYTES:
         ready, _, _ = select.select([reading], [], [], max(0.0, deadline - time.monotonic()))
-        chunk = os.read(reading, MOST_BYTES) if ready else b""
+        chunk = os.read(reading, MAX_BYTES) if ready else b""
         said += chunk
         if not chunk:
             break

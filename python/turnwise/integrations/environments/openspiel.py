@@ -24,7 +24,7 @@ from turnwise.tasks.two_player import Decision, Exploitability
 from turnwise.tasks.two_player.tree import check_policy
 from turnwise.types import Messages
 
-MOST_STATES = 1_000_000
+MAX_STATES = 1_000_000
 """States of the largest game that is solved; tic-tac-toe has 549,946."""
 
 
@@ -99,9 +99,9 @@ class ExactGame:
         while stack:
             state = stack.pop()
             visited += 1
-            if visited > MOST_STATES:
+            if visited > MAX_STATES:
                 raise ValueError(
-                    f"task {self.game.name!r} has no exact exploitability: it has more than {MOST_STATES:,} states"
+                    f"task {self.game.name!r} has no exact exploitability: it has more than {MAX_STATES:,} states"
                 )
             if state.is_terminal():
                 continue

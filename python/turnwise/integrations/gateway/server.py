@@ -58,7 +58,7 @@ LINGER = 2.0
 """Seconds in which the rest of a refused request is read, so that its client sees the answer."""
 KEEP_ALIVE = 10.0
 """Seconds between two comments in a stream that waits for its answer."""
-MOST_VALUES = 20_000
+MAX_VALUES = 20_000
 """Objects and lists of one request: messages, parts, tools and their schemas."""
 DEEPEST = 100
 """Levels of them in each other."""
@@ -385,8 +385,8 @@ def _parsed(text: bytes) -> Body:
     while left:
         value, depth = left.pop()
         count += 1
-        if count > MOST_VALUES:
-            raise WireError(413, "body_too_large", f"the request has more than {MOST_VALUES} objects and lists")
+        if count > MAX_VALUES:
+            raise WireError(413, "body_too_large", f"the request has more than {MAX_VALUES} objects and lists")
         if depth > DEEPEST:
             raise invalid(None, f"the request is nested too deeply: more than {DEEPEST} levels")
         parts = value.values() if isinstance(value, dict) else value

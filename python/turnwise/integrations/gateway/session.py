@@ -216,6 +216,12 @@ class GatewaySession:
             session = session.parent
         return "" if session is None else session.over
 
+    @property
+    def waits(self) -> bool:
+        """True while a model is answering a call of the session or of its children."""
+        calls = (call for session in self.walk() for call in session.calls)
+        return any(call.task is not None and not call.task.done() for call in calls)
+
     # -- calls ---------------------------------------------------------------------------------------------------------
     def start(self, seat: Seat, ask: Ask, attempt: Attempt | None) -> GatewayCall:
         """Start a call, or return the one that this request repeats. Raises :class:`WireError` if no more are taken."""

@@ -14,7 +14,7 @@ from turnwise.ops.common.dispatch import forced_backend, warn_caller
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
-MOST_ACTORS = 2**31 - 1
+MAX_ACTORS = 2**31 - 1
 
 
 def is_number(value: object) -> bool:
@@ -263,7 +263,7 @@ def check_mask_type(mask: Tensor) -> None:
 def count_actors(num_actors: Any) -> int:
     """Convert ``num_actors`` to an int. With ``actor_ids`` it must be a whole number >= 1 and below 2**31."""
     count = whole_number(num_actors)
-    if count is None or not 1 <= count <= MOST_ACTORS:
+    if count is None or not 1 <= count <= MAX_ACTORS:
         raise ValueError(f"num_actors={num_actors!r}: expected a count >= 1 and below 2**31, as actor_ids is given")
     return count
 

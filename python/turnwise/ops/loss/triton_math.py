@@ -24,7 +24,7 @@ K1, ABS, K2, K3, K1_PLUS, K3_PLUS = (tl.constexpr(i + 1) for i in range(len(opti
 TOKEN, SEQUENCE = (tl.constexpr(i + 1) for i in range(len(options.IS_LEVELS)))
 
 FAR = tl.constexpr(LOG_RATIO_BOUND)
-MOST_KL = tl.constexpr(KL_BOUND)
+MAX_KL = tl.constexpr(KL_BOUND)
 INF = tl.constexpr(math.inf)
 OTHER = tl.constexpr(65536)  # counts in the upper half of an integer whose lower half counts ones
 LOG2E, LN2 = tl.constexpr(1 / math.log(2)), tl.constexpr(math.log(2))
@@ -132,9 +132,9 @@ def kl_term(d, KL: tl.constexpr):
         bounded = clamp(d, -FAR, FAR)
         growth = exp(bounded) - 1
         k3 = growth - bounded
-        value = tl.minimum(k3, MOST_KL, propagate_nan=SAME)
+        value = tl.minimum(k3, MAX_KL, propagate_nan=SAME)
         # k3 is never far below 0, so only the upper bound applies. Beyond +-20 it always does.
-        grad = -d if KL == K3_PLUS else tl.where(k3 > MOST_KL, 0.0, -growth)
+        grad = -d if KL == K3_PLUS else tl.where(k3 > MAX_KL, 0.0, -growth)
     return value, grad
 
 

@@ -25,9 +25,9 @@ _TENSOR_DTYPES = frozenset(
     | {"float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"}
     | {"float8_e5m2fnuz", "float8_e8m0fnu"}
 )
-_MOST_EMPTY = 1 << 20
+_MAX_EMPTY = 1 << 20
 """Most rows of an array without items: ``tolist`` makes a list of each."""
-_MOST = 2**31 - 1
+_MAX = 2**31 - 1
 _GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
 _PLACES = {"pos": 624, "buffer_pos": 4}
 """Entries of the states of numpy's generators that are places in an array, and the largest."""
@@ -77,7 +77,7 @@ def _dtype_of(plain: Any) -> Any:
         dtype = np.dtype((_dtype_of(plain["base"]), _shape_of(plain["shape"])))
     else:
         formats = [_dtype_of(each) for each in plain["formats"]]
-        itemsize = integer(plain["itemsize"], 0, _MOST)
+        itemsize = integer(plain["itemsize"], 0, _MAX)
         for offset, each in zip(plain["offsets"], formats, strict=True):
             integer(offset, 0, itemsize - each.itemsize)
         names = ("names", "offsets", "titles", "itemsize")
@@ -112,7 +112,7 @@ def _check_items(array: Any) -> None:
 
 def _shape_of(plain: Any) -> tuple[int, ...]:
     shape = tuple(integer(size, 0, sys.maxsize) for size in plain)
-    if 0 in shape and math.prod(shape[: shape.index(0)]) > _MOST_EMPTY:
+    if 0 in shape and math.prod(shape[: shape.index(0)]) > _MAX_EMPTY:
         raise CodecError(f"an array of shape {shape} has too many empty rows")
     return shape
 

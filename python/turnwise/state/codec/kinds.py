@@ -21,7 +21,7 @@ from turnwise.state.codec.core import FINDERS, READERS, WRITERS, CodecError, Rea
 _INLINE_BYTES = 256
 _FRACTION_BITS = 100_000
 _PATTERN_LENGTH = 4096
-_MOST_DAYS = 999_999_999
+_MAX_DAYS = 999_999_999
 
 
 # ---- containers -----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ add_kind(
 # ---- times, paths, patterns -----------------------------------------------------------------------------------------
 def _whole_numbers(parts: Any) -> list[int]:
     """Return ``parts`` if they are ints. From a text, dates and times would take their memory without a check."""
-    return [integer(part, -_MOST_DAYS, _MOST_DAYS) for part in parts]
+    return [integer(part, -_MAX_DAYS, _MAX_DAYS) for part in parts]
 
 
 def _read_timezone(parts: Any, reader: Reader) -> Any:

@@ -28,7 +28,7 @@ from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.tasks.two_player.rules import Rules
 from turnwise.tasks.two_player.tree import Exploitability
 from turnwise.types import Messages, ModelRequest, Sampling, ScoringClient
-from turnwise.utils.signals import contained
+from turnwise.utils.signals import exits_as_errors
 
 CALLS_AT_ONCE = 4096
 """Number of calls that start together. The arena's own limit decides how many of them run at once."""
@@ -90,7 +90,7 @@ async def sample_policy(
     async def ask(row: int) -> None:
         decision = decisions[row]
         response = await view.call_model(decision.seat, decision.messages)
-        with contained(f"{game.rules!r}.parse"):
+        with exits_as_errors(f"{game.rules!r}.parse"):
             action = game.rules.parse(response.text)
         legal = action is not None and action in decision.actions
         counts[row, decision.actions.index(action) if legal else -1] += 1

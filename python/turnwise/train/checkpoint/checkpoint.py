@@ -195,7 +195,7 @@ def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, di
     All files are checked before anything changes. Raises :class:`CheckpointError`.
     """
     step, state = load_learners(path, policies)
-    set_generator_states(read_tensors(path / "rng.safetensors"))
+    set_generator_states(read_tensors(path / "rng.safetensors", 1))
     return step, state
 
 
@@ -211,7 +211,7 @@ def load_learners(path: Path, policies: Mapping[str, Policy], *, checked: bool =
         # Read and check everything before any weight changes.
         contents = _read_weight_sets(path, weight_sets_of(policies, references=True), manifest)
         trained = [name for name, policy in policies.items() if policy.optimizer]
-        moments = {name: read_tensors(path / f"optimizer-{name}.safetensors") for name in trained}
+        moments = {name: _read_moments(path, name, policies[name]) for name in trained}
         for weight_set, saved in contents:
             _copy_into(weight_set, saved)
     for name, policy in policies.items():
@@ -293,6 +293,12 @@ def restore_progress(policy: Policy, described: dict[str, Any]) -> None:
     terms_of(policy).load_state_dict(described["extra"])
 
 
+def _read_moments(path: Path, name: str, policy: Policy) -> dict[str, Tensor]:
+    assert policy.optimizer is not None
+    parameters = sum(len(group["params"]) for group in policy.optimizer.param_groups)
+    return read_tensors(path / f"optimizer-{name}.safetensors", 3 * parameters)
+
+
 def _restore_optimizer(policy: Policy, moments: dict[str, Tensor] | None, described: dict[str, Any]) -> None:
     restore_progress(policy, described)
     if moments is None or policy.optimizer is None:
@@ -338,7 +344,7 @@ def _read_weight_sets(
     for weight_set in weight_sets:
         if weight_set.file not in manifest["files"]:
             raise CheckpointMismatch(f"{path}: {weight_set.label} was not saved: there is no {weight_set.file}")
-        saved = read_tensors(path / weight_set.file)
+        saved = read_tensors(path / weight_set.file, sum(1 for _ in weight_set.weights()))
         check_fit(path, weight_set, {name: tuple(tensor.shape) for name, tensor in saved.items()})
         contents.append((weight_set, saved))
     return contents

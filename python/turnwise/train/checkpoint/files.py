@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from turnwise.inference.common.model_files import check_header
 from turnwise.inference.weights.weight_block import check_memory
 from turnwise.train.model.weights import bit_sum
 from turnwise.utils.files import link_or_copy, open_regular, read_json, replace_text, sync_folder
@@ -138,11 +139,15 @@ def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
         raise OSError(f"{file} can't be written: {error}") from error
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read tensors with ``load_file``. Raises :class:`CheckpointError` if the file can't be read."""
+def read_tensors(file: Path, expected: int | None = None) -> dict[str, Tensor]:
+    """Read tensors with ``load_file``. Raises :class:`CheckpointError` if the file can't be read.
+
+    A file whose table is too long for the ``expected`` number of tensors is not read: a million would take long.
+    """
     try:
+        check_header(file, expected)
         return load_file(file)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{file} can't be read: {error}") from error
 
 

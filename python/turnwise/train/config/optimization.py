@@ -93,7 +93,7 @@ class LossConfig(Section):
     """Entropy per token, in nats, that the coefficient adapts to (https://arxiv.org/abs/2505.22312)."""
     entropy_step: float = Field(default=0.005, gt=0)
     """Change of an adaptive coefficient per step."""
-    observations: float = Field(default=0.0, ge=0)
+    observation_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the cross entropy of what came back after an actor's answers (https://arxiv.org/abs/2605.24517)."""
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
@@ -117,7 +117,7 @@ class DistillConfig(Section):
 
     coef: float = Field(default=1.0, gt=0)
     """Factor of a token's advantage, the teacher's log-probability minus the sampler's."""
-    reward: bool = False
+    add_to_reward: bool = False
     """Add these advantages to those of the reward; without it taught actors learn from their teachers alone."""
     hint: Literal["none", "best", "episode"] = "none"
     """Text in the teacher's prompt alone: ``best``, a better answer of the group, or ``episode``, ``Episode.hint``."""
@@ -142,10 +142,10 @@ class DistillConfig(Section):
         if self.top_k and run.config.learner.type == "tinker":
             why = "expected 0 with learner.type = 'tinker', whose losses have no such term"
             yield problem(f"{key}.top_k", why, self.top_k)
-        if rounds and not self.reward:
+        if rounds and not self.add_to_reward:
             yield problem(
                 "filter.dynamic_sampling_rounds",
-                "expected 0, or distill.reward = true: a taught actor learns from every question",
+                "expected 0, or distill.add_to_reward = true: a taught actor learns from every question",
                 rounds,
             )
 

@@ -16,7 +16,7 @@ from turnwise.types import TrainingBatch
 PATIENCE = 5
 """Steps in a row without a training sample, or with nearly all completions cut off, until an actor is reported."""
 
-MOST_TRUNCATED = 0.9
+MAX_TRUNCATED = 0.9
 """Largest share of an actor's completions that may reach their token limit."""
 
 RATIO_BOUND = 20.0
@@ -34,7 +34,7 @@ CAUSES = {
     "attempts differ: a call with a step reward doesn't train on the rubric's, so let step_reward return None, or add "
     "what the rubric pays",
     "untaught": "has no teacher, as there was no hint for it: no attempt at the same prompt earned more, "
-    "Episode.hint gave none, or it was too long; set distill.reward = true to train such calls on their reward",
+    "Episode.hint gave none, or it was too long; set distill.add_to_reward = true to train such calls on their reward",
     "alone": "is alone in its group: raise rollout.group_size or rollout.branches, or give attempts "
     "that belong together one group_id",
     "min_std": "is in a group whose rewards hardly differ: lower credit.options.min_std",
@@ -171,7 +171,7 @@ class Watch:
             )
 
     def _truncation(self, actor: str, share: float) -> None:
-        self._steps_cut[actor] = self._steps_cut[actor] + 1 if share > MOST_TRUNCATED else 0
+        self._steps_cut[actor] = self._steps_cut[actor] + 1 if share > MAX_TRUNCATED else 0
         if self._steps_cut[actor] == PATIENCE:
             self._warn(
                 ("truncation", actor),

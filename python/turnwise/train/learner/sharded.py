@@ -175,7 +175,7 @@ class ShardedLearner(LocalLearner):
         step, state = load_learners(path, self.trained, checked=True)
         file = path / generators_file(self.rank)
         if generators and file.is_file():  # a checkpoint of fewer ranks has none for this one
-            set_generator_states(read_tensors(file))
+            set_generator_states(read_tensors(file, 1))
         return step, state
 
 

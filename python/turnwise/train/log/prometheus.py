@@ -34,10 +34,10 @@ COUNTED = {
 }
 """Metrics whose values add up over steps, without their labels. They are counters; all others are gauges."""
 
-MOST_SCRAPES = 16
+MAX_SCRAPES = 16
 """Connections that are open at once, for at most half a minute; the oldest gives way."""
 
-MOST_BYTES = 2**14
+MAX_BYTES = 2**14
 """Bytes of a request."""
 
 DERIVED = {"total_sampled_tokens", "cluster/time"}
@@ -59,7 +59,7 @@ class _Scrape(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._asked += data
         head, end, _ = self._asked.partition(b"\r\n\r\n")
-        if not end and len(self._asked) <= MOST_BYTES:
+        if not end and len(self._asked) <= MAX_BYTES:
             return
         first, *lines = head.split(b"\r\n")
         headers = [(name, value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
@@ -121,7 +121,7 @@ class Prometheus:
         self._server = thread
 
     async def _listen(self, host: str, port: int, protocol: Callable[[], asyncio.Protocol]) -> None:
-        self._listener = Listener(await tcp_sockets(host, port), protocol, MOST_SCRAPES)
+        self._listener = Listener(await tcp_sockets(host, port), protocol, MAX_SCRAPES)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._steps += 1

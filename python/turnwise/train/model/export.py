@@ -19,7 +19,7 @@ from turnwise.inference.weights.lora import AdaptedModel, shared_bases
 from turnwise.train.model.policy import Policy
 from turnwise.utils.files import replace_text
 
-MOST_LOST = 0.05
+MAX_LOST = 0.05
 """Largest share of an adapter's update that the base's dtype may lose in a merged model."""
 
 Send = Callable[..., dict[str, Tensor]]
@@ -126,12 +126,12 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
 def save_merged(model: AdaptedModel, folder: Path) -> None:
     """Write the plain model that computes the same as ``model``.
 
-    Its adapted weights are in float32 if the base's dtype would lose more than :data:`MOST_LOST` of the adapter's
+    Its adapted weights are in float32 if the base's dtype would lose more than :data:`MAX_LOST` of the adapter's
     update; a warning tells it.
     """
     lost, base = model.shared.lost_in_merge(model), model.shared.model
-    save_model(base, folder, model.shared.merged_weights(model, torch.float32 if lost > MOST_LOST else None))
-    if lost > MOST_LOST:
+    save_model(base, folder, model.shared.merged_weights(model, torch.float32 if lost > MAX_LOST else None))
+    if lost > MAX_LOST:
         dtype, file = str(base.dtype).removeprefix("torch."), folder / "config.json"
         replace_text(file, json.dumps({**json.loads(file.read_text(encoding="utf-8")), "dtype": "float32"}, indent=2))
         warnings.warn(

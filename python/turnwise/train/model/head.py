@@ -23,7 +23,7 @@ from turnwise.inference.common.token_masks import unpack_masks
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.model.support import softcap_of
 
-MOST_LOGITS = 1 << 24
+MAX_LOGITS = 1 << 24
 """Logits that a chunk of tokens may have at a time: 64 MiB in float32."""
 
 Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropies [n]
@@ -138,7 +138,7 @@ def read_tokens(
 def _read_top(head: Head, temperature_n: Tensor, needs: Needs) -> dict[str, Tensor]:
     """Return the ids ``[n, k]`` of the most likely tokens and their log-probs, from a chunk of logits at a time."""
     places, parts = torch.arange(len(temperature_n), device=temperature_n.device), []
-    for part in places.split(max(1, MOST_LOGITS // head.vocabulary)):
+    for part in places.split(max(1, MAX_LOGITS // head.vocabulary)):
         scaled = wide(head.logits(part)[:, : needs.rows]) / temperature_n[part, None]
         parts.append(torch.log_softmax(scaled, dim=-1).topk(needs.top_k, dim=-1))
     return {
@@ -288,7 +288,7 @@ def constrained_logprob(
         entropies = -(finite.exp().masked_fill(~allowed, 0.0) * finite).sum(-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropies
 
-    size = max(1, MOST_LOGITS // (8 * masks_UW.shape[1]))
+    size = max(1, MAX_LOGITS // (8 * masks_UW.shape[1]))
     chunks = zip(*(column.split(size) for column in (index_n, targets_n, temperature_n, mask_index_n)), strict=True)
     parts = [checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     logprobs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))

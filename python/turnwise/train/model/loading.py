@@ -20,6 +20,13 @@ from torch import nn
 
 from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.hf_model import recompute_layers
+from turnwise.inference.common.model_files import (
+    make_model,
+    read_config,
+    read_generation_config,
+    read_model,
+    read_tokenizer,
+)
 from turnwise.inference.common.routed_experts import experts_of
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, sharing, steps_in_training
@@ -34,9 +41,6 @@ TINY = "tiny"
 
 Tiny = Callable[[], tuple[Any, nn.Module]]
 """Builds the tokenizer and the tiny model; every call returns equal ones."""
-
-MOST_JSON, MOST_VOCABULARY = 64 << 20, 1 << 30
-"""Bytes of a configuration or template, and of a vocabulary."""
 
 
 def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
@@ -57,8 +61,6 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             raise ConfigError("\n".join(f"{each}: expected 'tiny', which has its own tokenizer" for each in others))
         return tiny()[0]
     # Compare every path's tokenizer with that of the first path, and collect all problems.
-    from transformers import AutoConfig, AutoTokenizer
-
     tokenizer, problems = None, []
     first, seen = "", set()
     for key, path in paths.items():
@@ -66,10 +68,9 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             continue
         seen.add(path)
         try:
-            _check_sizes(Path(path))
-            whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            whole = read_config(path)
             generation = _generation_config(path)
-            loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            loaded = read_tokenizer(path)
             rows = whole.get_text_config().vocab_size
             for mended in check_savable(whole, generation, loaded):
                 warnings.warn(f"config key {key!r} = {path!r}: {mended}", RuntimeWarning, stacklevel=2)
@@ -241,19 +242,15 @@ def load_model(path: str, dtype: str, tiny: Tiny, *, empty: bool = False) -> Any
 
     With ``empty`` read only its configuration: its parameters are on the meta device, its buffers are real.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     kind = getattr(torch, dtype)
     if path == TINY:
         return take_dtype(tiny()[1], kind)
     if empty:
         with _parameters_on_meta():
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False)
-            model = take_dtype(model, kind)
+            model = take_dtype(make_model(read_config(path), kind), kind)
         model.generation_config = _generation_config(path) or model.generation_config
         return model
-    return AutoModelForCausalLM.from_pretrained(path, dtype=kind, trust_remote_code=False)
+    return read_model(path, kind)
 
 
 def take_dtype(model: Any, kind: torch.dtype) -> Any:
@@ -297,20 +294,10 @@ def peft_config(lora: LoraConfig) -> Any:
     )
 
 
-def _check_sizes(folder: Path) -> None:
-    """Raise ``ValueError`` for a file of a model's folder that is read whole and too large to be what it says."""
-    for file in (*folder.glob("*.json"), *folder.glob("*.jinja")):
-        most = MOST_VOCABULARY if file.name in ("tokenizer.json", "vocab.json") else MOST_JSON
-        if file.is_file() and file.stat().st_size > most:
-            raise ValueError(f"{file.name} has {file.stat().st_size} bytes: expected at most {most}")
-
-
 def _generation_config(path: str) -> Any:
     """Return the generation config under ``path``; ``None`` if there is none."""
-    from transformers import GenerationConfig
-
     try:
-        return GenerationConfig.from_pretrained(path)
+        return read_generation_config(path)
     except OSError:
         if (Path(path) / "generation_config.json").exists():
             raise

@@ -27,7 +27,7 @@ _SHARES = {"cuda": 0.5, "cpu": 0.25}
 """Share of the memory left by weights and optimizer that activations may take; a CPU's has other users, too."""
 _BACKWARD = 2.0
 """Peak of a backward pass over the activations that it reads."""
-_FEWEST, _MOST = 7, 14
+_FEWEST, _MAX = 7, 14
 """Exponents of the smallest and the largest automatic micro-batch."""
 
 
@@ -216,7 +216,7 @@ class Policy:
         whole = isinstance(self.forward, Forward)  # a shard, of one process too, has no pass outside of its root
         per_token = self.forward.bytes_per_token() if whole else linear_bytes_per_token(lm)
         tokens = free / (_BACKWARD * per_token)
-        return int(2 ** np.clip(np.floor(np.log2(max(tokens, 1.0))), _FEWEST, _MOST))
+        return int(2 ** np.clip(np.floor(np.log2(max(tokens, 1.0))), _FEWEST, _MAX))
 
     def over_stream(self, length: int, micros: Sequence[MicroBatch], read: Callable[[MicroBatch], Tensor]) -> Tensor:
         """Return ``read`` of all ``micros`` as values per token of the batch's stream; 0 for the others.

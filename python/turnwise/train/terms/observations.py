@@ -1,6 +1,6 @@
 """The cross entropy of what came back after an actor's answers (ECHO, https://arxiv.org/abs/2605.24517).
 
-``loss.observations`` times the mean of ``-log p(token)`` over the observed tokens of the minibatch joins the loss.
+``loss.observation_coef`` times the mean of ``-log p(token)`` over the observed tokens of the minibatch joins the loss.
 """
 
 from __future__ import annotations
@@ -32,26 +32,30 @@ class Observations(Term):
     trains_alone = True
 
     def is_on(self, config: LossConfig) -> bool:
-        return config.observations > 0
+        return config.observation_coef > 0
 
     def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
-        if config.observations:
-            yield "loss.observations", config.observations, "its losses have no cross entropy of prompts: expected 0"
+        if config.observation_coef:
+            yield (
+                "loss.observation_coef",
+                config.observation_coef,
+                "its losses have no cross entropy of prompts: expected 0",
+            )
 
     def beside_advantage(self, config: LossConfig) -> list[str]:
-        return ["loss.observations"] if config.observations else []
+        return ["loss.observation_coef"] if config.observation_coef else []
 
     def prepare(self, policy: Policy, batch: TrainingBatch, rows: np.ndarray, max_tokens: int | str) -> TrainingBatch:
         """Raise ``ValueError`` if the observed tokens are not marked. Warn if ``rows`` have none."""
         if batch.observation_mask is None:
             raise ValueError(
-                "batch.observation_mask=None: expected marked observations with loss.observations: set "
+                "batch.observation_mask=None: expected marked observations with loss.observation_coef: set "
                 "arena.marks_observations = True"
             )
         sums = np.concatenate([[0], batch.observation_mask.cumsum(dtype=np.int64)])[batch.cu_seqlens]
         if not np.diff(sums)[rows].any():
             text = "no chat of this batch goes on after an answer with the same tokens, so there is nothing to predict"
-            warnings.warn(f"loss.observations, policy {policy.name!r}: {text}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"loss.observation_coef, policy {policy.name!r}: {text}", RuntimeWarning, stacklevel=4)
         return batch
 
     def minibatch(self, policy: Policy | None, parts: list[Part]) -> None:
@@ -64,4 +68,4 @@ class Observations(Term):
         losses_n = -read.logprobs_N[part.micro.observed_N]
         total, count = losses_n.sum(), len(losses_n)
         mean, number = total.detach() / max(1, count), total.new_tensor(float(count)).detach()
-        return Added(self.config.observations * total / max(1, self.count), {MEAN: mean, COUNT: number})
+        return Added(self.config.observation_coef * total / max(1, self.count), {MEAN: mean, COUNT: number})

@@ -188,9 +188,11 @@ def unrewarded_problems(config: TrainConfig, actors: Sequence[Actor]) -> list[st
     trained = [
         actor.id for actor in actors if actor.policy in config.policies and config.policies[actor.policy].trainable
     ]
-    if config.distill.reward or not trained or not config.teachers().keys() >= set(trained):
+    if config.distill.add_to_reward or not trained or not config.teachers().keys() >= set(trained):
         return []
-    why = "has no effect, as all actors that train learn from their teachers alone: expected distill.reward = true"
+    why = (
+        "has no effect, as all actors that train learn from their teachers alone: expected distill.add_to_reward = true"
+    )
     keys = [key for term in Terms().all.values() for key in term.needing_rewards(config.loss)]
     return [problem(key, f"{why}, or no setting here") for key in keys]
 

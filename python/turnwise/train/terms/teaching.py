@@ -44,7 +44,7 @@ def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], con
 
     Every rank calls it, and knows then which actors learn from their teachers alone.
     """
-    teachers_replace_rewards(policies, () if config.distill.reward else config.teachers())
+    teachers_replace_rewards(policies, () if config.distill.add_to_reward else config.teachers())
     policy_of = {actor.id: actor.policy for actor in actors}
     by_policy: dict[str, dict[str, Policy]] = {}
     for actor, teacher in config.teachers().items() if config.distill.top_k else ():

@@ -11,7 +11,7 @@ from turnwise.chat.thoughts import spoken
 LEGAL = "Legal moves:"
 """Begins the last line of a prompt whose moves are listed."""
 
-MOST_VALUES = 4096
+MAX_VALUES = 4096
 """Most numbers in an observation that is shown without a ``render`` function; a picture has more."""
 
 
@@ -81,11 +81,11 @@ def named_action(action: Any, names: Sequence[str] | None, first: int = 0) -> An
 def plain_text(observation: Any) -> str:
     """Return an observation of numbers, texts, arrays, lists and dicts as text; floats keep six digits.
 
-    Raises ``ValueError`` for an observation with more than ``MOST_VALUES`` numbers, such as a picture.
+    Raises ``ValueError`` for an observation with more than ``MAX_VALUES`` numbers, such as a picture.
 
     Example: ``plain_text({"speed": np.array([0.5, 1.0])}) == "speed: [0.5, 1]"``
     """
-    if getattr(observation, "size", 0) > MOST_VALUES:
+    if getattr(observation, "size", 0) > MAX_VALUES:
         raise ValueError(
             f"an observation of {observation.size} numbers is no text: expected task_options.render = 'module:function'"
         )

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import CallTimeoutError, ended_within
+from turnwise.arena.runtime.watch import count, warn_once
 from turnwise.inference.common.proxies import bypass_proxies
 from turnwise.integrations.gateway.episode import GatewayEpisode
 from turnwise.integrations.gateway.gateway import Gateway
@@ -57,11 +58,12 @@ class ProcessEpisode(GatewayEpisode):
     ``processes`` run at once, by default two for each core.
 
     For a program that knows nothing of turnwise, ``collect`` names files or patterns in the folder. The result is then
-    ``{"output": its standard output, "files": {name: text}}``, a rubric scores it, and no ``TURNWISE_`` variable is
-    set. ``{question}`` and ``{question[key]}`` in ``command`` and in ``stdin``, the text of its standard input, stand
-    for the question. With ``children``, which needs that no rubric scores, the agent may open sub-agents by requests
-    with the key that it reads from the file descriptor ``TURNWISE_CONTROL``. ``container`` runs it in a
-    :class:`~turnwise.integrations.gateway.process.Container`.
+    ``{"output": its standard output, "files": {name: text}, "failure": ""}``, a rubric scores it, and no ``TURNWISE_``
+    variable is set. A command that fails or is late after it has called a model is scored too, by what it left:
+    ``failure`` says how it ended, and ``episodes/agent_<cause>`` counts it. ``{question}`` and ``{question[key]}`` in
+    ``command`` and in ``stdin``, the text of its standard input, stand for the question. With ``children``, which needs
+    that no rubric scores, the agent may open sub-agents by requests with the key that it reads from the file descriptor
+    ``TURNWISE_CONTROL``. ``container`` runs it in a :class:`~turnwise.integrations.gateway.process.Container`.
 
     Example: ``ProcessEpisode(["python", "agent.py"], Gateway(), files={"agent.py": Path("agent.py")})``
     """
@@ -137,12 +139,31 @@ class ProcessEpisode(GatewayEpisode):
             raise
         if ended:
             return running.result()
+        waits = session.waits  # for a model, whose slowness is no fault of the agent's
         running.cancel()
         try:
             return await running
         except asyncio.CancelledError as error:
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            raise CallTimeoutError(f"the agent took longer than timeout={self.timeout:g} s{notes}") from None
+            late = f"took longer than timeout={self.timeout:g} s"
+            if not waits and self._is_scored(session):
+                return await self._scored(root, "agent_late", late, *error.args)
+            raise CallTimeoutError(f"the agent {late}{notes}") from None
+
+    def _is_scored(self, session: GatewaySession) -> bool:
+        """Return True if a failure is the agent's own: a model's commands can end it, but not before a model was asked.
+
+        Otherwise a model could learn to fail where it would lose. The error of a model itself fails the attempt anyway.
+        """
+        return self.collect is not None and bool(session.calls)
+
+    async def _scored(self, root: Path, cause: str, ended: str, output: str = "") -> dict[str, Any]:
+        """Count a command that ended in a wrong way, and return what it left."""
+        assert self.collect is not None
+        metric = f"episodes/{cause}"
+        count(metric)
+        warn_once((metric, self.command[0]), f"{self.command[0]} {ended}: it is scored by what it left ({metric})")
+        return {**await asyncio.to_thread(collect, root / "work", self.collect, output), "failure": ended}
 
     async def _run(self, question: Any, session: GatewaySession, root: Path) -> Any:
         folder, private = root / "work", root / "turnwise"
@@ -171,9 +192,11 @@ class ProcessEpisode(GatewayEpisode):
         if code:
             killed = code - 128 in set(signal.Signals)
             ended = f"was killed by {signal.Signals(code - 128).name}" if killed else f"exited with code {code}"
+            if self._is_scored(session):
+                return await self._scored(root, "agent_killed" if killed else "agent_exited", ended, output)
             raise AgentProcessError(f"{self.command[0]} {ended}; its last output:\n{shown}")
         if self.collect is not None:
-            return await asyncio.to_thread(collect, folder, self.collect, output)
+            return {**await asyncio.to_thread(collect, folder, self.collect, output), "failure": ""}
         try:
             return await asyncio.to_thread(read_result, private / "result.json")
         except FileNotFoundError:
@@ -241,13 +264,13 @@ class ProcessEpisode(GatewayEpisode):
                 await asyncio.shield(_end(process, self.grace))
                 await kept.ends()
                 error.add_note(f"its last output:\n{_masked(kept.output)}")
+                error.args = (_text(output.output),)
                 raise
             if code < 0:
                 await _end_orphans(f"{root}/")
             await kept.ends()
             await output.ends()
-        masked = str(require_context().without_secrets(output.output.decode(errors="replace")))
-        return code if code >= 0 else 128 - code, _masked(kept.output), masked
+        return code if code >= 0 else 128 - code, _masked(kept.output), _text(output.output)
 
     @contextlib.asynccontextmanager
     async def _started(
@@ -357,5 +380,9 @@ async def _end_orphans(folder: str) -> None:
 
 def _masked(output: bytes) -> str:
     """Return the last lines of the output, without keys."""
-    text = "\n".join(output.decode(errors="replace").splitlines()[-SHOWN_LINES:])
-    return str(require_context().without_secrets(text))
+    return "\n".join(_text(output).splitlines()[-SHOWN_LINES:])
+
+
+def _text(output: bytes) -> str:
+    """Return the output as text, without keys."""
+    return str(require_context().without_secrets(output.decode(errors="replace")))

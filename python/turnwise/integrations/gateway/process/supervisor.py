@@ -36,7 +36,7 @@ KEYCTL_JOIN_SESSION_KEYRING = 1
 SIGNALS = (signal.SIGTERM, signal.SIGALRM)
 NOT_STARTED = 127
 """Exit code of a command that can't be started."""
-MOST_CLIENTS = 64
+MAX_CLIENTS = 64
 """Clients that are connected at once; more wait."""
 POLL = 0.1
 SOCKET, PIPE = 256 << 10, 64 << 10
@@ -168,7 +168,7 @@ def prctl(libc: ctypes.CDLL, option: int, *values: int) -> None:
 # -- the gateway, inside a container -----------------------------------------------------------------------------------
 def connect(listener: socket.socket, path: str) -> None:
     """Connect each client of ``listener`` to the Unix socket at ``path``."""
-    places = threading.BoundedSemaphore(MOST_CLIENTS)
+    places = threading.BoundedSemaphore(MAX_CLIENTS)
     while True:
         places.acquire()
         try:

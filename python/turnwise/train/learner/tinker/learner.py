@@ -253,7 +253,7 @@ class TinkerLearner:
         for name, policy in self.policies.items():
             restore_progress(policy, manifest["policies"][name])
         if generators:
-            set_generator_states(read_tensors(path / "rng.safetensors"))
+            set_generator_states(read_tensors(path / "rng.safetensors", 1))
         return manifest["step"], manifest["state"]
 
 

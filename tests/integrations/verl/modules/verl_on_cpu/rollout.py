@@ -22,7 +22,7 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 NAME = "transformers_server_0"
 LAST = "weights-2.pt"
 """Written after the last step."""
-MOST_TOKENS = 8
+MAX_TOKENS = 8
 
 
 @ray.remote(num_cpus=0, num_gpus=0)
@@ -73,7 +73,7 @@ class Server:
     def sample(self, ids: list[int]) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         logprobs: list[float] = []
-        while len(tokens) < MOST_TOKENS:
+        while len(tokens) < MAX_TOKENS:
             scores = self.model(torch.tensor([ids + tokens])).logits[0, -1].log_softmax(-1)
             tokens.append(int(torch.multinomial(scores.exp(), 1)))
             logprobs.append(float(scores[tokens[-1]]))
