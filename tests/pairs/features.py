@@ -92,7 +92,7 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         "none": {},
         "model": _teacher(coef=0.5),
         "top_k": _teacher(top_k=3),
-        "reward": _teacher(reward=True),
+        "reward": _teacher(add_to_reward=True),
         "self": {"actors.LAST.teacher": "default", "distill.hint": "best"},
     },
     "loss": {
