@@ -68,9 +68,11 @@ def test_a_run_of_three_tasks_resumes_with_the_same_bits(tmp_path):
         assert row["metrics"]["success"] == row["metrics"][f"{row['meta']['task']}/success"]
     for row in (recorded[0], recorded[-1]):
         assert replay(tmp_path / "whole", row["id"]).divergence is None
-    with pytest.raises(ValueError, match="several tasks, each with its own; name one by --rule"):
-        compare_credit(tmp_path / "whole")
-    assert compare_credit(tmp_path / "whole", "grpo").own_exact is None
+    own = compare_credit(tmp_path / "whole")
+    assert own.rule == own.own_rule == "easy: rae, hard: at_grpo, split_clues: episodic"
+    assert own.own_exact == len(own.calls) == compare_credit(tmp_path / "whole", "grpo").own_exact
+    with pytest.raises(ValueError, match="expected none, as each task has its own rule; name one by --rule"):
+        compare_credit(tmp_path / "whole", options={"decay": 0.5})
     assert read_run(tmp_path / "whole")["tasks"] == list(TASKS)
     evaluated = whole.evaluate()
     assert list(evaluated.by_task) == list(TASKS) and evaluated.episodes == 9

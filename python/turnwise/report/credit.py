@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit import build_rule, registry
+from turnwise.credit.by_task import CreditByTask
 from turnwise.report.read import parse_config, read_config_text
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.pack import advantages_of
@@ -86,24 +87,27 @@ def compare_credit(
 
 def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], step: int | None) -> Comparison:
     config = parse_config(read_config_text(folder / "config.toml"))
-    own_name, own_options = config.get("credit", {}).get("rule"), config.get("credit", {}).get("options", {})
-    if own_name == "task" or config.get("tasks"):  # no config names the one rule: a program, or each task, has its own
-        own_name, own_options = None, {}
-    if (rule or own_name) is None:
-        reason = "several tasks, each with its own" if config.get("tasks") else "no config.toml that names its own"
-        raise ValueError(f"rule=None: {folder} has {reason}; name one by --rule")
+    sections = _own_sections(config)
+    if rule is None and not sections:
+        raise ValueError(f"rule=None: {folder} has no config.toml that names its own; name one by --rule")
+    if rule is None and options and len(sections) > 1:
+        raise ValueError(f"options={sorted(options)}: expected none, as each task has its own rule; name one by --rule")
     # Build both rules.
-    name = str(rule or own_name)
-    for each in dict.fromkeys(one for one in (own_name, name) if one and ":" in one):
-        if (module := each.partition(":")[0]) in config.get("code", {}):
+    for each in dict.fromkeys([*(str(one["rule"]) for one in sections.values()), rule or ""]):
+        if (module := each.partition(":")[0]) in config.get("code", {}) and ":" in each:
             import_recorded(module, config["code"][module])
-    types = option_types(import_by_name(registry, name, "rule"))
-    given = {
-        key: literal(value, types.get(key, Any)) if isinstance(value, str) else value for key, value in options.items()
-    }
-    chosen = {**(own_options if name == own_name else {}), **given}
-    other = build_rule(name, chosen, "rule", "options", methods=["compute"])
-    own = None if own_name is None else build_rule(own_name, own_options, methods=["compute"])
+    own_name, own = _own_rule(sections, folder)
+    name, other = own_name, _own_rule(sections, folder)[1]
+    if rule is not None or options:
+        name = rule or str(own_name)
+        types = option_types(import_by_name(registry, name, "rule"))
+        given = {
+            key: literal(value, types.get(key, Any)) if isinstance(value, str) else value
+            for key, value in options.items()
+        }
+        chosen = {**(sections[""].get("options", {}) if name == own_name else {}), **given}
+        other = build_rule(name, chosen, "rule", "options", methods=["compute"])
+    assert name is not None and other is not None
     # Credit every step, because rules may have a state; keep the chosen ones.
     comparison = Comparison(name, own_name, own_exact=None if own is None else 0)
     episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
@@ -122,6 +126,27 @@ def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], 
     if kl.get("coef", 0) and kl.get("apply_to") == "reward":
         comparison.notes.append("the run took a KL penalty from its rewards, which the record does not hold")
     return comparison
+
+
+def _own_sections(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the ``credit`` sections of a run by task, ``""`` in a run with one task; none if no config names them."""
+    tasks = {name: one.get("credit") or {} for name, one in config.get("tasks", {}).items()}
+    sections = tasks or {"": config.get("credit") or {}}
+    known = all(section.get("rule", "task") != "task" for section in sections.values())  # "task" is a program's own
+    return sections if known else {}
+
+
+def _own_rule(sections: Mapping[str, Mapping[str, Any]], folder: Path) -> tuple[str | None, CreditAssigner | None]:
+    """Return the name of the run's own rule, or of those of its tasks, and build it."""
+    rules = {
+        name: build_rule(section["rule"], section.get("options", {}), methods=["compute"])
+        for name, section in sections.items()
+    }
+    if not rules or "" in rules:
+        return (sections[""]["rule"], rules[""]) if rules else (None, None)
+    rows = (row for _, row in read_lines(folder / "rollouts.jsonl"))
+    task_of_type = {row["episode_type"]: row["meta"]["task"] for row in rows}
+    return ", ".join(f"{name}: {sections[name]['rule']}" for name in sections), CreditByTask(rules, task_of_type)
 
 
 def differences(comparison: Comparison, biggest: int = 3) -> list[ActorDifference]:

@@ -31,7 +31,7 @@ from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
 from turnwise.tasks.several import Part, SeveralTasks
-from turnwise.train.config.sampling import RolloutConfig
+from turnwise.train.config.sampling import CreditConfig, RolloutConfig
 from turnwise.train.config.schema import GATEWAY_TASKS, TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
 from turnwise.train.loop import EvalSet
@@ -305,8 +305,12 @@ def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> lis
 
 
 def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
-    """Replace ``credit.rule = "task"`` by the task's own credit rule."""
-    if config.credit.rule != "task" or isinstance(task, SeveralTasks):  # of several each has its own
+    """Replace ``credit.rule = "task"`` by the task's own credit rule; of several tasks each gets its section."""
+    if isinstance(task, SeveralTasks):
+        rules = {name: with_default_credit(part.task, config.of_task(name)).credit for name, part in task.parts.items()}
+        own = {name: one.model_copy(update={"credit": rules[name]}) for name, one in config.tasks.items()}
+        return config.model_copy(update={"tasks": own, "credit": CreditConfig()})
+    if config.credit.rule != "task":
         return config
     declared = capabilities_of(task, TaskCapabilities)
     credit = {"rule": declared.credit_rule, "options": {**declared.credit_options, **config.credit.options}}
