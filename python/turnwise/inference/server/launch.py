@@ -12,6 +12,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -207,8 +208,21 @@ def main() -> None:
         given = {argument.partition("=")[0] for argument in arguments}
         arguments = [argument for argument in CPU_ARGUMENTS if argument.partition("=")[0] not in given] + arguments
     load.watch()
+    share_ports()
     sys.argv = [API_SERVER, *arguments]
     runpy.run_module(API_SERVER, run_name="__main__", alter_sys=True)
+
+
+def share_ports() -> None:
+    """Let this process listen on the port that its starter keeps for it; a single vLLM server doesn't ask for that."""
+    bind = socket.socket.bind
+
+    def shared(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[1] and hasattr(socket, "SO_REUSEPORT"):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bind(self, address)
+
+    setattr(socket.socket, "bind", shared)  # noqa: B010
 
 
 def end_with_starter() -> None:
