@@ -182,6 +182,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[list[Token], Any], Defined]]] =
     "critic": ({"critic": {"lam": LAM}}, critic),
     "baseline": ({"baseline": "optimal_token"}, baseline),
 }
+"""Settings and definition of each term, by its name. :data:`ADAPTIVE` has those whose state an update changes."""
 
 
 @pytest.fixture
@@ -209,7 +210,7 @@ def made(small_model: Any, tree_batch: Any) -> Callable[..., tuple[Policy, Any, 
 
 
 def test_the_table_has_every_term() -> None:
-    assert list(CASES) == [term.name for term in classes(TERMS)]
+    assert list(CASES) == [term.name for term in classes(TERMS)], "CASES needs each term's definition, in their order"
 
 
 LAYOUTS = [("padded", 30), ("packed", 1), ("packed", 10_000), ("trie", 60)]
@@ -261,6 +262,7 @@ ADAPTIVE = {
     "kl": {"kl": {"coef": 0.1, "target": 1e-3, "horizon": 10}},
     "entropy": {"entropy_coef": 0.02, "entropy_target": 9.0, "entropy_step": 0.01},
 }
+"""Terms whose state an update changes, and the settings beside those of :data:`CASES` with which it does."""
 
 
 @pytest.mark.parametrize("name", CASES)

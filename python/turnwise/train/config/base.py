@@ -52,12 +52,18 @@ APPLIES = Effect("applies")
 
 
 def kept(reason: str) -> Effect:
-    """Return the effect of a key that goes on with the checkpoint's value."""
+    """Return the effect of a key that goes on with the checkpoint's value.
+
+    The run says ``kept from the checkpoint: <key> = <its value>, <reason>``.
+    """
     return Effect("kept", reason)
 
 
 def refused(reason: str) -> Effect:
-    """Return the effect of a key that can't change at a resume."""
+    """Return the effect of a key that can't change at a resume.
+
+    The error is ``config key <key> = <now>: it was <before>: <reason>``.
+    """
     return Effect("refused", reason)
 
 
@@ -76,8 +82,9 @@ class Section(BaseModel):
     )
 
     at_resume: ClassVar[Effects] = {}
-    """What a change of a key does at a resume, by the key's name, where it does not just apply. ``"*"`` is the rule of
-    the keys without one. For a table of sections the rule decides about new and missing names."""
+    """What a change of a key does at a resume, by the field's name, where it does not just apply: :func:`kept`,
+    :func:`refused`, or a function of the :class:`Change` that returns an effect. ``"*"`` is the rule of the keys
+    without one. For a table of sections the rule decides about new and missing names."""
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         """Yield a line for each value that is valid alone but doesn't fit ``run``. ``key`` is that of the section."""

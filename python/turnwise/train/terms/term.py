@@ -40,13 +40,15 @@ class Part:
     """Arguments of :func:`turnwise.ops.aggregate`, with the normaliser of the minibatch."""
 
     def aggregate(self, values_N: Tensor) -> Tensor:
-        """Aggregate values per token as the policy loss is."""
+        """Aggregate values per token as the policy loss is: the micro-batch's share of the minibatch's loss."""
         return aggregate(values_N, **self.layout)
 
 
 class Added(NamedTuple):
-    """What a term adds to the loss of a micro-batch, and its metrics.
+    """What a term adds to the loss of a micro-batch, and its metrics, as scalars without a gradient.
 
+    A metric is a mean over the tokens that train here (``part.micro.mask_N``), as the log weighs it by their number,
+    or over those that :attr:`Term.weights` names. ``actor_metrics`` are such means by actor ``[num_actors]``.
     A loss that doesn't ``count`` has gradients for weights of its own alone, and is no part of the loss that is logged.
     """
 
@@ -87,7 +89,8 @@ class Term:
         return True
 
     def problems(self, run: RunFacts) -> Iterator[str]:
-        """Yield a line for each of its settings that is valid alone but doesn't fit ``run``."""
+        """Yield a line for each of its settings that is valid alone but doesn't fit ``run``. Terms that are off are
+        asked too."""
         return iter(())
 
     def needing_rewards(self, config: LossConfig) -> Iterator[str]:
@@ -135,7 +138,10 @@ class Term:
         return None
 
     def metrics(self, measured: Mapping[str, float], rows: int) -> dict[str, float]:
-        """Return its metrics of the batch, and adapt to those ``measured`` on ``rows`` rows."""
+        """Return its metrics of the batch, and adapt to those ``measured`` on ``rows`` rows.
+
+        If all updates were skipped, ``measured["updates"]`` is 0 and the loss's metrics are absent: keep the state.
+        """
         return {}
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -144,4 +150,4 @@ class Term:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it from the state of all terms."""
+        """Restore it from the state of all terms. A checkpoint from before a term has none of its names."""
