@@ -35,7 +35,10 @@ SLOW = [pytest.mark.slow, pytest.mark.representative]
 COMMON: dict[str, Any] = {**SMALL, "device": "cpu", "update": {"lr": 3e-4}, "loss": {"kl": {"coef": 0.1}}}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora": {"policy_sharing": "lora_per_actor", "loss": {"kl": {"coef": 0.1, "apply_to": "reward"}}},
+    "lora": {
+        "policy_sharing": "lora_per_actor", "loss": {"kl": {"coef": 0.1, "apply_to": "reward"}},
+        "credit": {"rule": "episodic"},
+    },
     "parallel": {"policy_sharing": "model_per_actor", "sharding": {"parallel": True}},
     "teacher": {
         "policy_sharing": "model_per_actor", "policies": {"default": {"path": "tiny"}, "big": {"path": "tiny"}},

@@ -37,6 +37,9 @@ MAX_FILES = 64
 CLIENT = """#!{python} -IS
 import array, marshal, os, signal, socket, sys
 
+if "-S" in sys.argv[1:5]:  # a process with limits wants none of the imports
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+
 def is_open(file):
     try:
         os.fstat(file)

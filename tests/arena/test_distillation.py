@@ -56,7 +56,7 @@ async def test_the_advantage_of_a_token_is_the_teachers_logprob_minus_the_sample
 
 
 async def test_they_add_to_the_reward_if_asked(taught):
-    pure, added = await taught().step(), await taught(reward=True).step()
+    pure, added = await taught().step(), await taught(add_to_reward=True).step()
     assert pure.advantages.tolist() == [0.0] * 4
     credit = np.array([1.0, 3.0, 3.0, 2.0])
     np.testing.assert_allclose(added.advantages, (credit - credit.mean()) / credit.std(ddof=1), rtol=1e-5)
@@ -83,7 +83,7 @@ async def test_the_hint_is_a_better_answer_to_the_same_prompt(taught):
     assert len(batch) == 2 and batch.dropped == {"untaught": 2}
     assert [bytes(batch.token_ids[end - 2 : end - 1].tolist()) for end in batch.cu_seqlens[1:]] == [b"1", b"2"]
     # With the reward those without a hint train on it.
-    batch = await taught(hint="best", reward=True).step()
+    batch = await taught(hint="best", add_to_reward=True).step()
     assert len(batch) == 4 and (batch.token_advantages[-2:] != 0).all()
 
 

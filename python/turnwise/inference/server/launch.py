@@ -15,8 +15,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from turnwise.inference.common.listening import is_known_host
@@ -208,12 +208,13 @@ def main() -> None:
         given = {argument.partition("=")[0] for argument in arguments}
         arguments = [argument for argument in CPU_ARGUMENTS if argument.partition("=")[0] not in given] + arguments
     load.watch()
-    share_ports()
     sys.argv = [API_SERVER, *arguments]
-    runpy.run_module(API_SERVER, run_name="__main__", alter_sys=True)
+    with shared_ports():
+        runpy.run_module(API_SERVER, run_name="__main__", alter_sys=True)
 
 
-def share_ports() -> None:
+@contextmanager
+def shared_ports() -> Iterator[None]:
     """Let this process listen on the port that its starter keeps for it; a single vLLM server doesn't ask for that."""
     bind = socket.socket.bind
 
@@ -223,6 +224,10 @@ def share_ports() -> None:
         bind(self, address)
 
     setattr(socket.socket, "bind", shared)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(socket.socket, "bind", bind)  # noqa: B010
 
 
 def end_with_starter() -> None:
