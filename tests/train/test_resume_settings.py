@@ -214,7 +214,8 @@ def test_another_value_of_each_key_goes_on_and_is_named_or_is_refused(key, base,
     try:
         run, told = resume(folder, capsys, *changes, setting(key, value))
     except ValueError as error:  # at once, for what it names
-        names = {"policies" if key == "policy_sharing" else "task", *key.split(".")[-2:]}
+        refused = {"policy_sharing": "policies", "task": "task", "task_options": "task"}
+        names = {refused.get(key, key), *key.split(".")[-2:]}
         assert names & {*re.findall(r"\w+", str(error))}, error
         assert list_checkpoints(folder / "checkpoints")[-1].name == "step_00000001"
         return

@@ -118,3 +118,21 @@ LOOPS = {
 
 def test_nothing_else_makes_an_event_loop() -> None:
     assert callers("asyncio.run", "asyncio.new_event_loop", "asyncio.Runner") == LOOPS
+
+
+def test_the_loop_ends_beside_one_that_runs_in_this_thread() -> None:
+    """As after a notebook, or in a program that drives a browser by Playwright: it was tried again for ever."""
+    loops, left = [], []
+
+    async def work() -> None:
+        loops.append(asyncio.get_running_loop())
+        left.append(asyncio.get_running_loop().create_task(asyncio.sleep(99)))
+
+    async def other() -> None:
+        with pytest.raises(RuntimeError, match="another loop is running"):
+            loops[0].run_until_complete(asyncio.sleep(0))
+        end_program_loop()
+
+    run_in_program(work())
+    asyncio.run(other())
+    assert loops[0].is_closed() and left[0].cancelled()

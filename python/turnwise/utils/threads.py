@@ -191,7 +191,7 @@ class _Loop(asyncio.SelectorEventLoop):
                     raise
                 problem = f"a callback raised {error_text(error)}"
             except RuntimeError as error:
-                if task.done() or self.is_closed() or self.is_running():
+                if task.done() or self.is_closed() or self.is_running() or asyncio._get_running_loop() is not None:
                     raise
                 problem = str(error)
             warnings.warn(
@@ -263,13 +263,21 @@ def run_in_program(main: Coroutine[Any, Any, T]) -> T:
 
 
 def end_program_loop() -> None:
-    """End the loop of :func:`run_in_program`, if there is one: cancel the tasks of user code in it."""
+    """End the loop of :func:`run_in_program`, if there is one: cancel the tasks of user code in it.
+
+    Where another loop runs in this thread, such as a notebook's, another thread ends it.
+    """
     if _program.loop is None or not _program.running.acquire(blocking=False):
         return
     loop, _program.loop = _program.loop, None
     atexit.unregister(end_program_loop)
     try:
-        loop.end()
+        if asyncio._get_running_loop() is None:
+            loop.end()
+        else:
+            thread = threading.Thread(target=loop.end, name="turnwise-end")
+            thread.start()
+            thread.join()
     finally:
         _program.running.release()
 
