@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -226,3 +227,20 @@ def test_attempts_that_nothing_is_compared_with_are_refused_before_a_model_is_lo
 @pytest.mark.parametrize("case", TRAINS)
 def test_attempts_that_train_alone_are_not_refused(tmp_path, case):
     assert dry_run(config_from_dict({"run_dir": str(tmp_path), **TRAINS[case]}))
+
+
+TARGETS: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": ({"patience": 3}, "got 1?[0-9]+ prompts and 256 rows"),
+    "held out": ({"min_entropy": 0.1, "held_out": 15, "steps": 20}, "and 15 rows"),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_target_without_held_out_rows_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(build, "load_models", lambda *_, **__: pytest.fail("models were loaded"))
+    settings, told = TARGETS[case]
+    warm = {"steps": 1, **settings}
+    config = config_from_dict({"run_dir": str(tmp_path), "rollout": {"group_size": 2}, "warm_start": warm})
+    for start in (train_from_config, dry_run):
+        with pytest.raises(ConfigError, match=f"'warm_start': warm_start.{next(iter(settings))}=.*160 .*{told}"):
+            start(config)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import turnwise.train.resume
 from turnwise.run.build import train_from_config
 from turnwise.run.checks import dry_run
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
@@ -129,6 +130,27 @@ def test_what_the_checkpoint_cannot_serve_is_refused_before_a_model_is_loaded(ke
     for ask in (train_from_config, dry_run):
         with pytest.raises(ConfigError, match=rf"config key '{named}.*: it was .*Choose another run_dir"):
             ask(config_of(folder, *before, setting(key, value)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"task": "kuhn_poker"}, {"tasks": {"sudoku": {}, "kuhn_poker": {}}, "task_options": {}}],
+    ids=["task", "tasks"],
+)
+def test_other_tokens_than_those_of_the_checkpoint_are_refused_before_a_model_is_loaded(begun, monkeypatch, change):
+    """The tiny model's tokens are those of the task's texts. Of equally many others its weights would mean others."""
+    folder = begun()
+    monkeypatch.setattr(loading, "load_models", lambda *_, **__: pytest.fail("a model was loaded"))
+    told = f"config key '{next(iter(change))}'.*its weights were trained with others"
+    for ask in (train_from_config, dry_run):
+        with pytest.raises(ConfigError, match=told):
+            ask(config_of(folder, change))
+
+
+def test_a_checkpoint_without_tokens_goes_on(begun, monkeypatch, capsys):
+    """Of an earlier version, or of a tokenizer that can't list its tokens."""
+    monkeypatch.setattr(turnwise.train.resume, "digest_of", lambda tokenizer: None)
+    assert resume(begun({"seed": 3}), capsys, {"seed": 3})[0].trainer.progress.step == 2
 
 
 def test_a_critic_can_not_be_left_out(begun):

@@ -33,13 +33,13 @@ from turnwise.run.models import check_loaded
 from turnwise.run.parts import build_callbacks, build_stages
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
-from turnwise.run.start import run_warm_start, starting_questions
+from turnwise.run.start import players_of, run_warm_start, starting_questions
 from turnwise.run.tinker import build_remote, export_adapters, is_remote
 from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.tasks.several import SeveralTasks
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.checkpoint.warm_start import FOLDER as WARM_START
@@ -221,7 +221,7 @@ def build_run(
     _prepare_torch(config)
     # Check everything before loading a model.
     task = task_of(config)
-    resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
+    resumes = bool(checkpoints_to_resume(config))
     kept: list[str] = []
     config, actors, tokenizer, rows = check_config(
         config,
@@ -279,10 +279,8 @@ def _build_here(
     for model in models.values():
         limit_head(model, tokens_of(tokenizer))
     if rows is not None:
-        players = actors
-        if isinstance(task, SeveralTasks):
-            players = [actor for team in task.teams(actors).values() for actor in team.values()]
-        run_warm_start(config, rows, players, tokenizer, _moved(models, find_device(config.device)), log, saved)
+        there = _moved(models, find_device(config.device))
+        run_warm_start(config, rows, players_of(task, actors), tokenizer, there, log, saved)
         models = _moved(models, device)
     models = attach_adapters(models, config.policies, config.seed)
     # Build the arena with its client, and the policies.

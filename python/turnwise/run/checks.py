@@ -27,10 +27,13 @@ from turnwise.run.parts import (
 )
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.ranks import expected_ranks
+from turnwise.run.start import check_targets, players_of
 from turnwise.run.tinker import check_tinker, is_remote
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.base import held_out, task_problems
 from turnwise.tasks.several import Part, SeveralTasks
+from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume
+from turnwise.train.checkpoint.vocabulary import check_vocabulary
 from turnwise.train.config.sampling import CreditConfig, RolloutConfig
 from turnwise.train.config.schema import GATEWAY_TASKS, TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
@@ -79,7 +82,12 @@ def check_config(
             policies = {name: each.model_copy(update={"lora": None}) for name, each in policies.items()}
         tokenizer = check_models(policies, partial(tiny_model, config, task))
     with problems.gathered():
+        if tokenizer is not None and note is not None:
+            check_vocabulary(resolved, lambda: tokenizer)
+    with problems.gathered():
         rows = warm_start_rows(config, task) if warm else None
+        if rows is not None:
+            check_targets(resolved, rows, players_of(task, actors))
     problems.raise_any()
     return resolved, actors, tokenizer, rows
 
@@ -154,7 +162,12 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
     resolved = go_on(resolved, problems, notes.append)
     problems.raise_any()
     with problems.gathered():
-        models = [] if is_remote(config) else describe_models(resolved, partial(tiny_model, config, task))
+        tiny = partial(tiny_model, config, task)
+        check_vocabulary(resolved, lambda: check_models(resolved.policies, tiny))
+    with problems.gathered():
+        check_warm_start(resolved, task, actors)
+    with problems.gathered():
+        models = [] if is_remote(config) else describe_models(resolved, tiny)
     problems.raise_any()
     lines = [f"# {line}\n" for line in [*notes, *models]]
     lines += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
@@ -358,6 +371,12 @@ def build_credit(config: TrainConfig, task: Task) -> CreditAssigner:
                 f"config key 'filter.dynamic_sampling_rounds' = {config.filter.dynamic_sampling_rounds}: {error}"
             ) from error
     return credit
+
+
+def check_warm_start(config: TrainConfig, task: Task, actors: Sequence[Actor]) -> None:
+    """Raise :class:`ConfigError` for a target of the warm start that its rows can't measure."""
+    if config.warm_start.steps and config.warm_start.targets() and not checkpoints_to_resume(config):
+        check_targets(config, warm_start_rows(config, task), players_of(task, actors))
 
 
 def tiny_model(config: TrainConfig, task: Task) -> tuple[Any, Any]:

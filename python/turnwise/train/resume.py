@@ -17,7 +17,7 @@ from typing import Any
 from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
+from turnwise.train.checkpoint.checkpoint import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.files import (
     LARGEST,
     CheckpointError,
@@ -28,6 +28,7 @@ from turnwise.train.checkpoint.files import (
 )
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
+from turnwise.train.checkpoint.vocabulary import VOCABULARY, check_vocabulary, digest_of
 from turnwise.train.config.changes import Resumed, resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
@@ -103,6 +104,7 @@ def save_run(trainer: TrainerView) -> Path:
     state = {
         SETTINGS: to_toml(trainer.config),
         CREDIT_RULE: name_of(type(trainer.arena.credit)),
+        VOCABULARY: digest_of(trainer.arena.tokenizer),
         "progress": asdict(trainer.progress),
         "arena": arena,
         "random": generators,
@@ -177,7 +179,7 @@ def _note_first_unpicklable(trainer: TrainerView, batches: list[Any], error: Exc
 
 def settings_to_resume(config: TrainConfig) -> Resumed:
     """Return the settings with which the run of ``config`` goes on, those of the config if it has no checkpoint."""
-    checkpoints = list_checkpoints(config.run_dir / "checkpoints") if config.resume else []
+    checkpoints = checkpoints_to_resume(config)
     return resumed(config, read_state(checkpoints[-1]).get(SETTINGS) if checkpoints else None)
 
 
@@ -190,6 +192,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     checkpoints = list_checkpoints(trainer.checkpoints)
     going_on = settings_to_resume(trainer.config)
     trainer.config = going_on.or_raise()
+    check_vocabulary(trainer.config, lambda: trainer.arena.tokenizer)
     trainer.rollouts = new_queue(trainer)
     name_run(trainer.arena, trainer.config.run_dir)
 
