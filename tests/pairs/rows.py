@@ -42,10 +42,9 @@ def refusal(row: Row, ranks: int = 1) -> str:
             task = task_of(config)
             resolved, actors = resolve_config(config, task, problems)
             with problems.gathered():
-                check_warm_start(resolved, task, actors)
-            with problems.gathered():
                 check_questions(resolved, task)
             problems.raise_any()
+            check_warm_start(resolved, task, actors)
     except ConfigError as error:
         return str(error)
     return ""

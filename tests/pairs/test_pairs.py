@@ -16,9 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.arena.stages.registry import STAGES
+from turnwise.arena.stages.registry import classes as stage_classes
 from turnwise.replay.replay import replay
 from turnwise.run.build import train_from_config
-from turnwise.train.terms.registry import TERMS, classes, terms_on
+from turnwise.run.checks import task_of
+from turnwise.run.parts import build_stages
+from turnwise.train.terms.registry import TERMS, terms_on
+from turnwise.train.terms.registry import classes as term_classes
 from turnwise.train.validate import config_from_dict
 
 from ..config_keys import choices_of, keys_of
@@ -182,8 +187,12 @@ def test_every_key_and_choice_is_of_a_feature_or_says_why_not() -> None:
     assert not missing, f"no feature of tests/pairs/features.py sets {sorted(missing)}"
 
 
-def test_every_term_is_on_in_some_row(values: dict[str, Row | None]) -> None:
+def test_every_term_and_stage_is_on_in_some_row(values: dict[str, Row | None]) -> None:
+    """A new one needs a feature that turns it on, unless a key does so that joins by itself."""
     configs = [config_from_dict(config_of(row)) for row in values.values() if row is not None]
-    found = {term.name for config in configs for term in terms_on(config.loss)}
-    found |= {"teaching" for config in configs if config.distill.top_k}
-    assert found == {term.name for term in classes(TERMS)}
+    terms = {term.name for config in configs for term in terms_on(config.loss)}
+    terms |= {"teaching" for config in configs if config.distill.top_k}
+    assert terms == {term.name for term in term_classes(TERMS)}
+    stages = {stage.name for config in configs for stage in build_stages(config, task_of(config))}
+    stages |= {stage.name for stage in stage_classes(STAGES) if stage.always}
+    assert stages == {stage.name for stage in stage_classes(STAGES)}
