@@ -33,9 +33,11 @@ from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stores.contents import attempts_of, mean_reward, record_attempts
 from turnwise.chat.grammar import GrammarError, allowed_tokens
-from turnwise.samples import pack as rows
-from turnwise.samples.collect import collect_samples, mark_observations, mixed_prompts
+from turnwise.samples.collect import collect_samples, mixed_prompts
 from turnwise.samples.filters import count_without_advantage
+from turnwise.samples.pack import pack
+from turnwise.samples.step_metrics import describe
+from turnwise.samples.training_samples import GRAMMAR, penalize, set_advantages, training_samples
 from turnwise.types import (
     ClientCapabilities,
     EpisodeRequest,
@@ -50,6 +52,7 @@ from turnwise.types import (
     TrainingBatch,
     capabilities_of,
 )
+from turnwise.types.columns import ALLOWED
 from turnwise.types.protocols import ResponseCache
 
 
@@ -211,10 +214,10 @@ class Arena(ArenaSetup):
         samples = collect_samples(results)
         if samples and self.reward_penalty is not None:
             for sample in samples:
-                if rows.GRAMMAR in sample.info and not self._constrain(sample):
+                if GRAMMAR in sample.info and not self._constrain(sample):
                     sample.loss_mask = [0] * len(sample.completion_token_ids)  # such a sample has no penalty
-            rows.penalize(samples, self.reward_penalty(samples))
-        self._zero_causes = rows.set_advantages(results, samples, self.credit)
+            penalize(samples, self.reward_penalty(samples))
+        self._zero_causes = set_advantages(results, samples, self.credit)
         if self.distillation is not None:
             self._zero_causes |= self.distillation.zero_row_advantages(results, samples)
         self._group_metrics = mixed_prompts(samples, self.credit)
@@ -222,15 +225,15 @@ class Arena(ArenaSetup):
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
-        samples, drops = rows.training_samples(results, filters, self._zero_causes, self._constrain)
-        metrics = rows.describe(results) | self._group_metrics | count_without_advantage(samples, self._zero_causes)
-        if self.marks_observations:
-            metrics |= mark_observations(results, samples)
+        samples, drops = training_samples(results, filters, self._zero_causes, self._constrain)
+        metrics = describe(results) | self._group_metrics | count_without_advantage(samples, self._zero_causes)
+        for source in self.columns.values():
+            metrics |= source.fill(results, samples, self.credit)
         if self.filters.dynamic_sampling_rounds:
             metrics |= describe_draws(results, samples)
         if self.labels is not None:
             metrics |= self.labels.count(samples, results)
-        batch = rows.pack(samples, drops, metrics, self.credit)
+        batch = pack(samples, drops, metrics)
         if self.check_private:
             check_batch(batch, results)
         return batch
@@ -240,8 +243,8 @@ class Arena(ArenaSetup):
         reason = self.constrained_unsupported_reason
         if not reason:
             try:
-                tokenizer, grammar = self.plain_format(None).tokenizer, Grammar(sample.info[rows.GRAMMAR])
-                sample.allowed = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
+                tokenizer, grammar = self.plain_format(None).tokenizer, Grammar(sample.info[GRAMMAR])
+                sample.columns[ALLOWED] = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
                 return True
             except GrammarError as error:
                 reason = str(error)

@@ -30,6 +30,7 @@ from turnwise.chat.tools import by_name
 from turnwise.samples.filters import Filters, StepKey
 from turnwise.types import (
     Actor,
+    ColumnSource,
     CreditAssigner,
     EpisodeRequest,
     GenerateResult,
@@ -101,8 +102,8 @@ class ArenaSetup:
         """The actors of single episodes, by type; other episodes are played by all :attr:`actors`."""
         self.labels: TaskLabels | None = None
         """Names the task of each rollout in its metrics, where there are several."""
-        self.marks_observations = False
-        """Mark in each batch the tokens of prompts that an actor observed after its answers."""
+        self.columns: dict[str, ColumnSource] = {}
+        """What fills columns of each batch that not all trainers read, by name; a :class:`Trainer` adds its own."""
         self.rewards_by_type: dict[str, dict[str, Any]] = {}
         """What replaces :attr:`reward` for single episodes, by type."""
         self.episodes: dict[str, Episode] = {}

@@ -29,7 +29,7 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
-from turnwise.run.models import check_critic, check_routing
+from turnwise.run.models import check_critic
 from turnwise.run.parts import build_callbacks, build_curriculum
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
@@ -63,7 +63,7 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.model.policy import limit_heads
 from turnwise.train.run_folder import RunLock, check_records
-from turnwise.train.terms.registry import columns_of
+from turnwise.train.terms.registry import check_term_models
 from turnwise.train.terms.teaching import attach_teachers
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
@@ -279,7 +279,7 @@ def _build_here(
     device = find_device(config.device) if mesh is None else "cpu"
     models = _moved(_load_models(config, task), device)
     check_targets(models, config.policies)
-    check_routing(config, models)
+    check_term_models(config, models)
     check_critic(config, models)
     for model in models.values():
         limit_head(model, tokens_of(tokenizer))
@@ -365,7 +365,6 @@ def arena_for_client(
     if teachers := config.teachers():
         settings = config.distill.model_dump(exclude={"top_k"})
         arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
-    arena.marks_observations = "observation_mask" in columns_of(config.loss)
     if isinstance(task, SeveralTasks):
         arena.labels = task.labels()
         arena.teams = task.teams(actors)

@@ -56,7 +56,7 @@ from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
 from turnwise.train.run_folder import RunLock
 from turnwise.train.terms.kl import KLPenalty, in_reward
-from turnwise.train.terms.registry import teachers_replace_rewards
+from turnwise.train.terms.registry import columns_of, teachers_replace_rewards
 from turnwise.train.validate import check_contradictions
 from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text
@@ -150,6 +150,7 @@ class Trainer:
         kl = config.loss.kl
         self.kl_penalty = KLPenalty(policies, kl, self.learner.reference_logprobs) if in_reward(kl) else None
         arena.reward_penalty = self.kl_penalty or arena.reward_penalty
+        arena.columns |= columns_of(config.loss)
         arena.constrained_unsupported_reason = self.learner.constrained_unsupported_reason
 
         # State of the run.
