@@ -23,10 +23,12 @@ from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms import registry
 from turnwise.train.terms.critic import HEAD
+from turnwise.train.terms.observations import Observed
 from turnwise.train.terms.registry import TERMS, classes, terms_of
 from turnwise.train.terms.teaching import Teaching, forward_kl, teach
 from turnwise.train.update.log import UpdateLog
 from turnwise.train.update.update import accumulate, update_policy
+from turnwise.types import RowColumn
 
 UPDATE = UpdateConfig()
 COEF, LAM, TOP_K, DRIFT = 0.3, 0.9, 4, 10.0
@@ -57,7 +59,7 @@ class Token:
 
 
 def tokens_of(policy: Policy, teacher: Any, batch: Any) -> list[Token]:
-    found = []
+    found, marks = [], batch.columns["observation_mask"].values
     for row in range(len(batch)):
         start, end = batch.cu_seqlens[row : row + 2].tolist()
         ids = torch.from_numpy(batch.token_ids[start:end])
@@ -66,7 +68,10 @@ def tokens_of(policy: Policy, teacher: Any, batch: Any) -> list[Token]:
         others = [model(ids[None]).logits[0].detach() for model in (policy.reference, teacher)]
         position = 0
         for at in range(1, end - start):
-            trained, observed = bool(batch.loss_mask[start + at]), bool(batch.observation_mask[start + at])
+            trained, observed = (
+                bool(batch.loss_mask[start + at]),
+                bool(batch.columns["observation_mask"].values[start + at]),
+            )
             if trained or observed:
                 heat = 1.0 if observed else float(batch.temperatures[row])
                 logs, *of_others = (torch.log_softmax(each[at - 1] / heat, -1) for each in (logits, *others))
@@ -164,8 +169,9 @@ def baseline(tokens: list[Token], batch: Any) -> Defined:
     rewards = [float(batch.advantages[token.row]) for token in tokens]
     advantages = {}
     for place, token in enumerate(tokens):
-        key = batch.group_index[token.row], token.position
-        like = [at for at, each in enumerate(tokens) if (batch.group_index[each.row], each.position) == key]
+        groups = batch.columns["group_index"].values
+        key = groups[token.row], token.position
+        like = [at for at, each in enumerate(tokens) if (groups[each.row], each.position) == key]
         mean_of_like = sum(energies[at] * rewards[at] for at in like) / sum(energies[at] for at in like)
         advantages[place] = rewards[place] - (mean_of_like if len(like) > 1 else 0.0)
     taken = [reward - advantages[place] for place, reward in enumerate(rewards)]
@@ -178,9 +184,10 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[list[Token], Any], Defined]]] =
     "policy_loss": ({}, plain),
     "entropy": ({"entropy_coef": COEF}, entropy),
     "teaching": ({}, teaching),
-    "observations": ({"observation_coef": COEF}, observations),
     "critic": ({"critic": {"lam": LAM}}, critic),
+    "observations": ({"observation_coef": COEF}, observations),
     "baseline": ({"baseline": "optimal_token"}, baseline),
+    "routing_replay": ({}, plain),
 }
 """Settings and definition of each term, by its name. :data:`ADAPTIVE` has those whose state an update changes."""
 
@@ -203,8 +210,9 @@ def made(small_model: Any, tree_batch: Any) -> Callable[..., tuple[Policy, Any, 
         batch, rng = select(tree_batch(1), range(14)), np.random.default_rng(0)
         observed = (rng.random(len(batch.token_ids)) < 0.2) & (batch.loss_mask == 0) & (name == "observations")
         temperatures = np.resize(np.array([1.0, 0.7], np.float32), len(batch))
-        columns = {"group_index": rng.integers(0, 4, len(batch)), "observation_mask": observed.astype(np.uint8)}
-        return policy, teacher, replace(batch, temperatures=temperatures, **columns)
+        groups = RowColumn(rng.integers(0, 4, len(batch)))
+        columns = {"group_index": groups, "observation_mask": Observed(observed.astype(np.uint8))}
+        return policy, teacher, replace(batch, temperatures=temperatures, columns=columns)
 
     return make
 

@@ -39,14 +39,15 @@ def training_samples(
 ) -> tuple[list[Sample], Drops]:
     """Return the samples that train, and counts of the model calls that don't, without judges.
 
-    ``constrain`` sets the column ``allowed`` of a sample with a grammar, and returns False if it can't; the sample then counts as
-    ``constrained``. Raises ``ValueError`` for a sample without an advantage.
+    ``constrain`` sets the column ``allowed`` of a sample with a grammar, and returns False if it can't; the sample then
+    counts as ``constrained``. Raises ``ValueError`` for a sample without an advantage.
     """
     samples = collect_samples(results)
     for sample in samples:
         if sample.advantage is None:
             raise ValueError(
-                f"{step_name(sample)} has no advantage: call assign_credit(results) before build_training_batch(results)"
+                f"{step_name(sample)} has no advantage: "
+                "call assign_credit(results) before build_training_batch(results)"
             )
     causes = filters.causes(samples, zero_causes)
     for row, sample in enumerate(samples):

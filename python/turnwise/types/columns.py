@@ -159,7 +159,7 @@ class CompletionColumn(TokenColumn):
         self._check_length(completion, name, "completion token")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class AllowedTokens(Column):
     """The tokens that grammars allowed at ``n`` positions; equal masks are stored once.
 

@@ -11,8 +11,6 @@ from functools import cache, reduce
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
-from pydantic import create_model
-
 from turnwise.train.config.base import RunFacts, Section
 from turnwise.types import ColumnSource
 
@@ -44,14 +42,13 @@ def with_features(section: str) -> Callable[[type[S]], type[S]]:
 
     def decorate(own: type[S]) -> type[S]:
         def conflicts(self: Any, run: RunFacts, key: str) -> Iterator[str]:
-            for one in (own, *parts):
+            for one in classes:
                 yield from one.conflicts(self, run, key)
 
-        bases = (*reversed(parts), own)
-        whole: Any = create_model(own.__name__, __base__=bases, __module__=own.__module__, __doc__=own.__doc__)
-        whole.at_resume = {key: effect for one in (own, *parts) for key, effect in one.at_resume.items()}
-        whole.conflicts = conflicts
-        return cast("type[S]", whole)
+        classes: list[type[Section]] = [own, *parts]
+        rules = {key: effect for one in classes for key, effect in one.at_resume.items()}
+        body = {"__module__": own.__module__, "__doc__": own.__doc__, "conflicts": conflicts, "at_resume": rules}
+        return cast("type[S]", type(own)(own.__name__, (*reversed(parts), own), body))
 
     return decorate
 

@@ -85,7 +85,7 @@ class Read(NamedTuple):
 
 class ModelInputs(NamedTuple):
     """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are the positions to read, of
-    ``b * T``; in a trie siblings read the same ones (``repeated``). ``columns`` may watch the pass (:meth:`Column.during`)."""
+    ``b * T``; in a trie siblings read the same ones (``repeated``). ``columns`` watch the pass."""
 
     input_ids: Tensor
     others: dict[str, Any]

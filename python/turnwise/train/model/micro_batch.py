@@ -36,7 +36,7 @@ class MicroBatch:
     hidden state predicts it. ``row_N`` is its row here, ``token_N`` its place in the batch's own stream.
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
     temperatures_B, actor_ids_B`` are per row. ``columns`` are those of the batch, each cut and laid out by its kind
-    (:class:`~turnwise.types.Column`). Tokens that a column reads in addition are among the ``N``; ``mask_N`` is 0 there.
+    (:class:`~turnwise.types.Column`). Tokens that a column reads too are among the ``N``; ``mask_N`` is 0 there.
     """
 
     token_ids_T: Tensor
@@ -90,11 +90,13 @@ class MicroBatch:
         if self.token_ids_T.device == device:
             return self
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}
-        moved["columns"] = {
-            name: each.mapped(lambda x: x.to(device, non_blocking=True)) for name, each in self.columns.items()
-        }
-        return MicroBatch(**values | moved)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        moved = {name: move(x) for name, x in values.items() if isinstance(x, Tensor)}
+        columns = {name: column.mapped(move) for name, column in self.columns.items()}
+        return replace(self, **moved, columns=columns)
 
 
 class PaddedRows(NamedTuple):
