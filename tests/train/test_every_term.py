@@ -1,12 +1,9 @@
 """Every term of an update by its definition in float64, in any layout and any cut into micro-batches; what it keeps of
-a skipped update; the list's order; and that a term is one file and one line."""
+a skipped update; the list's order; and that a new term is one file and one line."""
 
 from __future__ import annotations
 
 import copy
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import turnwise
 from turnwise.samples.pack import select
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
@@ -68,10 +64,7 @@ def tokens_of(policy: Policy, teacher: Any, batch: Any) -> list[Token]:
         others = [model(ids[None]).logits[0].detach() for model in (policy.reference, teacher)]
         position = 0
         for at in range(1, end - start):
-            trained, observed = (
-                bool(batch.loss_mask[start + at]),
-                bool(batch.columns["observation_mask"].values[start + at]),
-            )
+            trained, observed = bool(batch.loss_mask[start + at]), bool(marks[start + at])
             if trained or observed:
                 heat = 1.0 if observed else float(batch.temperatures[row])
                 logs, *of_others = (torch.log_softmax(each[at - 1] / heat, -1) for each in (logits, *others))
@@ -353,42 +346,3 @@ def test_two_terms_that_replace_the_advantages_are_refused(made: Any) -> None:
     config = LossConfig(critic={}, baseline="optimal_token")
     with pytest.raises(ValueError, match=r"terms \['critic', 'baseline'\]: expected one that replaces"):
         update_policy(policy, batch, UPDATE, config, np.random.default_rng(0))
-
-
-REST = """
-import sys
-from turnwise.run.build import train_from_config
-from turnwise.train.validate import config_from_dict
-loss = {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "masks": {"top_entropy": 0.9}}
-settings = {"task": "kuhn_poker", "run_dir": sys.argv[1], "steps": 1, "threads": 1, "task_options": {"max_tokens": 4}}
-settings |= {"rollout": {"prompts_per_step": 4}, "credit": {"rule": "constant"}, "health": {"start_questions": 0}}
-run = train_from_config(config_from_dict({**settings, "loss": loss}))
-assert run.trainer.progress.step == 1 and run.trainer.policies["default"].updates == 1
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.representative
-@pytest.mark.parametrize(("module", "key"), [("observations", "observation_coef"), ("baseline", "baseline")])
-def test_a_term_leaves_with_one_file_and_one_line(tmp_path: Path, module: str, key: str) -> None:
-    """In a copy of the package, without its file, its line and its config key, the rest trains."""
-    package = tmp_path / "turnwise"
-    shutil.copytree(Path(turnwise.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for library in Path(turnwise.__file__).parent.glob("*.so"):
-        (package / library.name).symlink_to(library)
-    for path, pattern in (
-        ("train/terms/registry.py", rf'    "{module}:\w+",\n'),
-        ("train/config/optimization.py", rf'    {key}: .*\n    """.*"""\n'),
-    ):
-        text, count = re.subn(pattern, "", (package / path).read_text(encoding="utf-8"))
-        assert count == 1, path
-        (package / path).write_text(text, encoding="utf-8")
-    (package / "train/terms" / f"{module}.py").unlink()
-    done = subprocess.run(
-        [sys.executable, "-c", REST, str(tmp_path / "run")],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -39,13 +39,10 @@ def test_a_micro_batch_moves_whole(random_batch):
     }
     micro = pack(replace(batch, columns=columns), np.array([0, 2]))
     moved = micro.to(torch.device("meta"))
-    tensors = [
-        getattr(moved, name) for name in moved.__dataclass_fields__ if name not in ("lengths", "tree", "columns")
-    ]
-    assert moved.columns.keys() == columns.keys()
-    tensors += [
-        tensor for column in moved.columns.values() for tensor in vars(column).values() if not isinstance(tensor, int)
-    ]
+    fields = {name: getattr(moved, name) for name in moved.__dataclass_fields__}
+    parts = [fields, *map(vars, moved.columns.values())]
+    tensors = [value for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 12 + 6 and moved.columns.keys() == columns.keys()
     assert all(tensor.device.type == "meta" for tensor in tensors) and moved.lengths == micro.lengths
     assert micro.to(torch.device("cpu")) is micro
 

@@ -198,7 +198,7 @@ class AllowedTokens(Column):
 class ColumnSource:
     """Fills a column of samples before they are packed. A feature declares one in its own file.
 
-    Example: ``arena.columns["group_index"] = GroupIndex()``
+    Example: ``arena.columns[source.name] = source``
     """
 
     name: ClassVar[str]

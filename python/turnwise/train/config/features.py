@@ -54,10 +54,7 @@ def with_features(section: str) -> Callable[[type[S]], type[S]]:
 
 
 def required(config: Any) -> dict[str, tuple[str, ColumnSource]]:
-    """Return the options that the run's client must have on, each with the config key that asks for it, and its column.
-
-    Example: ``{"routed_experts": ("rollout.routing_replay", ExpertsToReplay())}``
-    """
+    """Return the options that the run's client must have on, each with the config key that asks, and its column."""
     sources: list[ColumnSource] = [source for term in term_classes(FEATURES) for source in term.columns]
     asked = [(option, key, source) for source in sources for option, key in source.requires.items()]
     return {option: (key, source) for option, key, source in asked if reduce(getattr, key.split("."), config)}
