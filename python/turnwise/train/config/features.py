@@ -48,7 +48,8 @@ def with_features(section: str) -> Callable[[type[S]], type[S]]:
         classes: list[type[Section]] = [own, *parts]
         rules = {key: effect for one in classes for key, effect in one.at_resume.items()}
         body = {"__module__": own.__module__, "__doc__": own.__doc__, "conflicts": conflicts, "at_resume": rules}
-        return cast("type[S]", type(own)(own.__name__, (*reversed(parts), own), body))
+        kind: Any = type(own)
+        return cast("type[S]", kind(own.__name__, (*reversed(parts), own), body))
 
     return decorate
 
