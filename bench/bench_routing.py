@@ -145,7 +145,7 @@ def measure(model: Any, responses: Sequence[ModelResponse]) -> dict[str, Any]:
         for n, r in enumerate(responses)
     ]  # fmt: skip
     forward = Forward(model, "packed")
-    ExpertsToReplay().fill([], samples, None)
+    ExpertsToReplay().selected(None, [], samples)
     micro = pack(pack_samples(samples, {}, {}), np.arange(len(samples)))
     experts = micro.columns.get(NAME)
     row: dict[str, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -156,7 +157,7 @@ def test_groups_are_those_of_the_credit_rule():
 
     def packed(rule):
         samples = [sample(), sample("critic"), sample(turn=1), sample(), sample(question=8)]
-        GroupIndex().fill([], samples, rule)
+        GroupIndex().selected(SimpleNamespace(credit=rule), [], samples)
         return pack(samples, {}, {})
 
     for rule in (ATGRPOCredit(), EpisodicCredit()):

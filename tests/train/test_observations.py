@@ -49,7 +49,7 @@ def test_what_follows_an_actors_answer_is_observed():
     results = [GenerateResult(Rollout("r", "team", None, steps), group_id=0, is_trainable=True)]
     samples = collect_samples(results)
     unmarked = pack(samples, {}, {})
-    assert ObservationMarks().fill(results, samples, None) == {"observations/unmatched/a": pytest.approx(1 / 3)}
+    assert ObservationMarks().selected(None, results, samples) == {"observations/unmatched/a": pytest.approx(1 / 3)}
     batch = pack(samples, {}, {})
     marked = [batch.token_ids[span][marks_of(batch)[span] != 0].tolist() for span in spans(batch)]
     assert marked == [[], [], [5, 6], [4], []]
@@ -151,7 +151,7 @@ def test_a_batch_marks_what_the_environment_answers(small_model):
     arena.add_episode(Digits())
     arena.source = lambda: [EpisodeRequest("digits", "12")]
     assert "observation_mask" not in run_to_end(arena.step()).columns
-    arena.columns["observation_mask"] = ObservationMarks()
+    arena.add_stage(ObservationMarks())
     batch = run_to_end(arena.step())
     marked = [tokenizer.decode(batch.token_ids[span][marks_of(batch)[span] != 0]) for span in spans(batch)]
     assert marked == ["", "<|user|>17<|end|><|assistant|>", "<|end|><|user|>2227<|end|><|assistant|>", ""]
@@ -173,6 +173,6 @@ def test_a_config_sets_the_marks(tmp_path, coef):
     settings = {"run_dir": tmp_path, "loss.observation_coef": coef, "task_options.blanks": [1, 1]}
     run = build_run(load_config(None, settings))
     try:
-        assert ("observation_mask" in run.arena.columns) == bool(coef)
+        assert ("observation_marks" in run.arena.stages) == bool(coef)
     finally:
         run.close()

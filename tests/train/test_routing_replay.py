@@ -189,7 +189,7 @@ def test_rows_without_a_record_choose_themselves(tree_batch):
 
 
 def packed(samples):
-    ExpertsToReplay().fill([], samples, None)
+    ExpertsToReplay().selected(None, [], samples)
     return pack_samples(samples, {}, {})
 
 
@@ -301,7 +301,7 @@ def test_a_run_replays_what_its_client_returns(tmp_path):
 def test_a_client_that_returns_no_experts_is_an_error(tmp_path, tree_batch):
     config = config_of(tmp_path)
     learner = LocalLearner({"default": Policy("default", build("qwen3_moe"), UpdateConfig(), total_steps=1)}, config)
-    with pytest.raises(ConfigError, match=r"the client returned no experts: make it with routed_experts=True"):
+    with pytest.raises(ConfigError, match=r"the client returned no routed_experts: make it with routed_experts=True"):
         learner.update(tree_batch(8), {"default"}, {}, np.random.default_rng(0), lambda *_: None)
     updated = learner.update(with_experts(tree_batch(8)), {"default"}, {}, np.random.default_rng(0), lambda *_: None)
     assert updated.metrics["default"]["routing/replayed"] == 1.0

@@ -102,7 +102,7 @@ def _check_vllm(config: TrainConfig) -> None:
         check_no_links(config.run_dir, config.run_dir / LOGS)  # someone else may have made the folder
         vllm_or_raise()
         if (asked := required(config).get("routed_experts")) is not None and computes_on_cpu():
-            raise ConfigError(f"config key {asked[0]!r} = true: expected false, as {NO_EXPERTS_ON_CPU}")
+            raise ConfigError(f"config key {asked!r} = true: expected false, as {NO_EXPERTS_ON_CPU}")
         return
     for urls in _addresses(config, ["default"]):
         try:

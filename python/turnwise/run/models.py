@@ -114,6 +114,13 @@ def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) 
     return [ModelCheck(names, facts, check.bytes, True, why_uncached)]
 
 
+def check_loaded(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
+    """Raise :class:`ConfigError` for settings that don't fit the loaded models."""
+    check_targets(models, config.policies)
+    check_term_models(config, models)
+    check_critic(config, models)
+
+
 def check_critic(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
     """Raise :class:`ConfigError` if ``loss.critic`` is to read a trained model whose rows must be padded."""
     for name in models if config.loss.critic is not None else ():

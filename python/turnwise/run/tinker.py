@@ -90,8 +90,8 @@ def _unserved(config: TrainConfig, kind: ServerKind) -> Iterator[tuple[str, Any,
             loop.max_staleness,
             "expected 0: an update changes this server's samplers too, so tokens would carry a wrong version",
         )
-    for key, source in required(config).values():
-        yield key, True, f"the server returns no {source.returned}: expected false"
+    for name, key in required(config).items():
+        yield key, True, f"the server returns no {name}: expected false"
     if loop.in_flight_updates:
         yield "loop.in_flight_updates", True, "a request samples with one version of the weights: expected false"
     if config.warm_start.steps:

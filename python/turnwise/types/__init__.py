@@ -24,7 +24,6 @@ from turnwise.types.capabilities import (
 from turnwise.types.columns import (
     AllowedTokens,
     Column,
-    ColumnSource,
     CompletionColumn,
     RowColumn,
     TokenColumn,
@@ -80,7 +79,6 @@ __all__ = [
     "CheckedClient",
     "ClientCapabilities",
     "Column",
-    "ColumnSource",
     "CompletionColumn",
     "ContextLengthError",
     "CreditAssigner",

@@ -193,23 +193,3 @@ class AllowedTokens(Column):
 
     def lay_out(self, stream: Stream) -> AllowedTokens | None:
         return None if (self.mask_index < 0).all() else self
-
-
-class ColumnSource:
-    """Fills a column of samples before they are packed. A feature declares one in its own file.
-
-    Example: ``arena.columns[source.name] = source``
-    """
-
-    name: ClassVar[str]
-    requires: ClassVar[Mapping[str, str]] = {}
-    """Options of a client that must be on, each with the config key that asks for it."""
-    returned: ClassVar[str] = ""
-    """What a client with these options returns, in errors about one that does not."""
-
-    def fill(self, results: Sequence[Any], samples: Sequence[Any], credit: Any) -> dict[str, float]:
-        """Set ``columns[name]`` of ``samples``, of the calls in ``results`` that train. Return metrics of the batch.
-
-        ``credit`` is the rule that gave the advantages, or ``None``.
-        """
-        raise NotImplementedError

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any, TypeVar, cast
 
 from turnwise.train.config.base import RunFacts, Section
-from turnwise.types import ColumnSource
 
 S = TypeVar("S", bound=Section)
 
@@ -54,13 +53,15 @@ def with_features(section: str) -> Callable[[type[S]], type[S]]:
     return decorate
 
 
-def required(config: Any) -> dict[str, tuple[str, ColumnSource]]:
-    """Return the options that the run's client must have on, each with the config key that asks, and its column."""
-    sources: list[ColumnSource] = [source for term in term_classes(FEATURES) for source in term.columns]
-    asked = [(option, key, source) for source in sources for option, key in source.requires.items()]
-    return {option: (key, source) for option, key, source in asked if reduce(getattr, key.split("."), config)}
+def required(config: Any) -> dict[str, str]:
+    """Return the columns that the run's client must return, each with the config key that asks for it.
+
+    Each is also the name of an option of the client.
+    """
+    asked = {name: key for term in term_classes(FEATURES) for name, key in term.requires.items()}
+    return {name: key for name, key in asked.items() if reduce(getattr, key.split("."), config)}
 
 
 def required_options(config: Any) -> dict[str, Any]:
-    """Return these options as arguments of a client."""
+    """Return the options of these columns as arguments of a client."""
     return dict.fromkeys(required(config), True)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.ops import optimal_token_baseline
 from turnwise.train.config.base import RunFacts, Section, problem
 from turnwise.train.model.head import Needs
@@ -25,7 +26,7 @@ from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
 from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
-from turnwise.types import ColumnSource, GroupedCredit, RowColumn, Sample, TrainingBatch
+from turnwise.types import GenerateResult, GroupedCredit, RowColumn, Sample, TrainingBatch
 
 GROUPS = "group_index"
 
@@ -37,7 +38,7 @@ class BaselineSettings(Section):
     """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
 
 
-class GroupIndex(ColumnSource):
+class GroupIndex(Stage):
     """Numbers the groups in which the credit rule compares samples. Without a rule there is no column.
 
     A rule without groups compares an actor's calls of the same turn at one question.
@@ -45,7 +46,8 @@ class GroupIndex(ColumnSource):
 
     name = GROUPS
 
-    def fill(self, results: Sequence[Any], samples: Sequence[Sample], credit: Any) -> dict[str, float]:
+    def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
+        credit = arena.credit
         numbers: dict[Hashable, int] = {}
         for sample in samples if credit is not None else ():
             key: Hashable = (sample.group_id, sample.episode_type, sample.actor, sample.turn)
@@ -61,11 +63,14 @@ class OptimalTokenBaseline(Term):
     name = "baseline"
     effect = "replaces"
     settings = MappingProxyType({"loss": BaselineSettings})
-    columns = (GroupIndex(),)
 
     def is_on(self, config: Any) -> bool:
         on: bool = config.baseline == "optimal_token"
         return on
+
+    def stages(self, config: Any, learner: Any) -> Iterator[Stage]:
+        if self.is_on(config):
+            yield GroupIndex()
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         loss = run.config.loss
@@ -90,8 +95,8 @@ class OptimalTokenBaseline(Term):
         groups = batch.columns.get(GROUPS)
         if not isinstance(groups, RowColumn):
             raise ValueError(
-                f"batch.columns has no {GROUPS!r}: expected the groups of a credit rule with loss.baseline: set "
-                f"arena.columns[{GROUPS!r}] = GroupIndex()"
+                f"batch.columns has no {GROUPS!r}: expected the groups of a credit rule with loss.baseline: call "
+                "arena.add_stage(GroupIndex())"
             )
         self._mean = 0.0
         if not len(rows):

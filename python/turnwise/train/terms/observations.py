@@ -16,12 +16,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.train.config.base import Section
 from turnwise.train.model.head import Read
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Added, Part, Term
-from turnwise.types import ColumnSource, GenerateResult, Sample, TokenColumn, TrainingBatch
+from turnwise.types import GenerateResult, Sample, TokenColumn, TrainingBatch
 from turnwise.types.columns import Stream
 
 MEAN, COUNT = "loss_observations", "observation_tokens"
@@ -52,7 +53,7 @@ class Observed(TokenColumn):
         return torch.where(self.values, 1.0, temperature_N)
 
 
-class ObservationMarks(ColumnSource):
+class ObservationMarks(Stage):
     """Marks the tokens of each prompt after the actor's previous answer in the same chat.
 
     The actor's earlier call in the rollout whose chat has one answer less precedes a prompt that begins with all tokens
@@ -62,9 +63,9 @@ class ObservationMarks(ColumnSource):
     less exists, but not with these tokens.
     """
 
-    name = NAME
+    name = "observation_marks"
 
-    def fill(self, results: Sequence[GenerateResult], samples: Sequence[Sample], credit: Any) -> dict[str, float]:
+    def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
         calls: dict[tuple[str, str, int], list[list[int]]] = {}
         answers: dict[tuple[str, int], int] = {}
         for rollout in (node.rollout for top in results for node in top.walk()):
@@ -93,12 +94,15 @@ class Observations(Term):
     name = "observations"
     after = ("policy_loss",)
     settings = MappingProxyType({"loss": ObservationSettings})
-    columns = (ObservationMarks(),)
     weights = MappingProxyType({MEAN: COUNT})
     trains_alone = True
 
     def is_on(self, config: Any) -> bool:
-        return config.observation_coef > 0
+        return bool(config.observation_coef)
+
+    def stages(self, config: Any, learner: Any) -> Iterator[Stage]:
+        if self.is_on(config):
+            yield ObservationMarks()
 
     def unserved(self, config: Any) -> Iterator[tuple[str, Any, str]]:
         if config.observation_coef:
@@ -116,8 +120,8 @@ class Observations(Term):
         marks = batch.columns.get(NAME)
         if not isinstance(marks, Observed):
             raise ValueError(
-                f"batch.columns has no {NAME!r}: expected marked observations with loss.observation_coef: set "
-                f"arena.columns[{NAME!r}] = ObservationMarks()"
+                f"batch.columns has no {NAME!r}: expected marked observations with loss.observation_coef: call "
+                "arena.add_stage(ObservationMarks())"
             )
         sums = np.concatenate([[0], marks.values.cumsum(dtype=np.int64)])[batch.cu_seqlens]
         if not np.diff(sums)[rows].any():

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import PolicyLoss, policy_loss
 from turnwise.train.config.base import RunFacts, problem
@@ -23,7 +24,7 @@ from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.support import causal_lm
 from turnwise.train.terms.term import Part, Term
-from turnwise.types import Actor, ColumnSource, TrainingBatch
+from turnwise.types import Actor, TrainingBatch
 
 TERMS = (
     "masks:Masks",
@@ -160,6 +161,11 @@ def teachers_replace_rewards(policies: Mapping[str, Policy], actors: Iterable[st
         terms_of(policy).unrewarded = frozenset(actors)
 
 
+def stages_of_terms(config: LossConfig, learner: Any) -> list[Stage]:
+    """Return the stages that the terms of ``config`` add to the arena of a run that ``learner`` trains."""
+    return [stage for term in Terms().all.values() for stage in term.stages(config, learner)]
+
+
 def attach_terms(policy: Policy, config: LossConfig) -> None:
     """Give ``policy`` what the terms of ``config`` train beside its model. Raises ``ValueError`` for one that can't."""
     for term in terms_of(policy).all.values():
@@ -172,18 +178,11 @@ def terms_on(config: LossConfig) -> list[Term]:
     return [term for term in Terms().all.values() if term.is_on(config)]
 
 
-def columns_of(config: LossConfig) -> dict[str, ColumnSource]:
-    """Return what fills the columns of a batch that the terms of ``config`` read, by the columns' names."""
-    return {source.name: source for term in terms_on(config) for source in term.columns}
-
-
 def check_columns(config: TrainConfig, batch: TrainingBatch) -> None:
-    """Raise :class:`ConfigError` for a batch without a column whose values the client must return."""
-    for option, (key, source) in required(config).items():
-        if len(batch) and source.name not in batch.columns:
-            raise ConfigError(
-                f"config key {key!r} = true: the client returned no {source.returned}: make it with {option}=True"
-            )
+    """Raise :class:`ConfigError` for a batch without a column that the client must return."""
+    for name, key in required(config).items():
+        if len(batch) and name not in batch.columns:
+            raise ConfigError(f"config key {key!r} = true: the client returned no {name}: make it with {name}=True")
 
 
 def check_term_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:

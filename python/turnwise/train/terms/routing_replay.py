@@ -18,14 +18,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.inference.common.routed_experts import NO_RECORD, Routers, experts_of, replaying, watch_routers
 from turnwise.train.config.base import Section
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
-from turnwise.types import Column, ColumnSource, RoutedExperts, Sample
+from turnwise.types import Column, GenerateResult, RoutedExperts, Sample
 from turnwise.types.columns import Places, Stream
 
-NAME = OPTION = "routed_experts"
+NAME = "routed_experts"
 """Name of the column, of the key of ``step.info``, and of the client's option that returns the experts."""
 
 KEY = "rollout.routing_replay"
@@ -120,14 +121,12 @@ class StreamExperts(Column):
         return replaying(self.values, last)
 
 
-class ExpertsToReplay(ColumnSource):
+class ExpertsToReplay(Stage):
     """Takes the experts that the client returned."""
 
     name = NAME
-    requires = MappingProxyType({OPTION: KEY})
-    returned = "experts"
 
-    def fill(self, results: Sequence[Any], samples: Sequence[Sample], credit: Any) -> dict[str, float]:
+    def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
         for sample in samples:
             if isinstance(experts := sample.info.get(NAME), RoutedExperts):
                 sample.columns[NAME] = RowExperts(experts)
@@ -139,7 +138,10 @@ class RoutingReplay(Term):
 
     name = "routing_replay"
     settings = MappingProxyType({"rollout": ReplaySettings})
-    columns = (ExpertsToReplay(),)
+    requires = MappingProxyType({NAME: KEY})
+
+    def stages(self, config: Any, learner: Any) -> Iterator[Stage]:
+        yield ExpertsToReplay()
 
     def model_problems(self, config: Any, name: str, lm: Any) -> Iterator[str]:
         try:

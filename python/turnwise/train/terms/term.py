@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.ops import aggregate
 from turnwise.train.config.base import RunFacts, Section
 from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy
-from turnwise.types import ColumnSource, Sample, TrainingBatch
+from turnwise.types import Sample, TrainingBatch
 
 
 @dataclass(slots=True)
@@ -73,8 +74,8 @@ class Term:
     """Names of the terms after and before which the list must have it."""
     settings: ClassVar[Mapping[str, type[Section]]] = MappingProxyType({})
     """Config fields that it adds, by section; its line is then in :mod:`turnwise.train.config.features`."""
-    columns: ClassVar[tuple[ColumnSource, ...]] = ()
-    """What fills the columns of a batch that it reads beyond those of every batch."""
+    requires: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Columns that the client returns if its option of that name is on, each with the config key that asks for it."""
     weights: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Metrics that are means over other tokens than those that train, and the metric that counts these."""
     trains_alone: ClassVar[bool] = False
@@ -112,6 +113,10 @@ class Term:
 
     def attach(self, policy: Policy, config: Any) -> None:
         """Add what the term trains beside the model of ``policy``. Raises ``ValueError`` for one that can't have it."""
+
+    def stages(self, config: Any, learner: Any) -> Iterator[Stage]:
+        """Yield what an arena does for it around the episodes. Terms that are off are asked too."""
+        return iter(())
 
     def configure(self, config: Any, actors: Sequence[str]) -> None:
         """Take the settings of the next updates. Raises ``ValueError`` naming the wrong key."""
