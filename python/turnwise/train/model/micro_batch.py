@@ -94,7 +94,7 @@ class MicroBatch:
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        moved = {name: move(x) for name, x in values.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: move(x) for name, x in values.items() if isinstance(x, Tensor)}
         columns = {name: column.mapped(move) for name, column in self.columns.items()}
         return replace(self, **moved, columns=columns)
 
