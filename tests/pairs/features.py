@@ -236,7 +236,7 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         "warm": {"warm_start": {"steps": 1, "batch_size": 4, "lr": 1e-3}},
         "measured": {
             "warm_start": {
-                **{"steps": 3, "batch_size": 60, "warmup": 1, "shuffle": False, "held_out": 32, "check_every": 2},
+                **{"steps": 3, "batch_size": 80, "warmup": 1, "shuffle": False, "held_out": 32, "check_every": 2},
                 **{"target_reproduced": 1.0, "target_loss": 0.0, "min_entropy": 1e-6, "patience": 2},
             }
         },

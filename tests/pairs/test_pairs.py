@@ -12,6 +12,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,7 @@ def test_random_settings_train_together(part: int, tmp_path: Path) -> None:
         ({"teacher": "model", "policies": "frozen", "baseline": "token"}, "'loss.baseline': has no effect"),
         (
             {"task": "agent", "tree": "first"},
-            "'rollout.tree.select' = 'unset': episode 'pair_tasks:agent' gives single",
+            "'rollout.tree.select' = 'first': episode 'pair_tasks:agent' gives single",
         ),
         ({"policies": "adapters", "kl": "refresh"}, "the reference of the adapter 'policies.solver' is its base"),
         ({"baseline": "critic", "layout": "padded"}, "'update.sequence_layout' = 'padded': a value head"),
@@ -164,16 +165,16 @@ def test_an_agent_that_calls_an_actor_twice_replays(tmp_path: Path) -> None:
     assert not broken({"task": "agent"}, tmp_path / "run")
 
 
-@pytest.fixture
-def values() -> dict[str, Row | None]:
+@cache
+def values_alone() -> dict[str, Row | None]:
     """A row with each value, as few other values beside it as the package accepts; ``None`` if it accepts none."""
     pairs = [(name, value) for name, each in FEATURES.items() for value in each]
     return {f"{name} = {value}": (alone(name, value) or (None,))[0] for name, value in pairs}
 
 
-def test_each_value_is_accepted_beside_some_task(values: dict[str, Row | None]) -> None:
+def test_each_value_is_accepted_beside_some_task() -> None:
     """A key that joins by itself (``by_keys``) may need a value that means something: then it needs a line too."""
-    assert not [name for name, row in values.items() if row is None]
+    assert not [name for name, row in values_alone().items() if row is None]
 
 
 def test_every_key_and_choice_is_of_a_feature_or_says_why_not() -> None:
@@ -187,9 +188,9 @@ def test_every_key_and_choice_is_of_a_feature_or_says_why_not() -> None:
     assert not missing, f"no feature of tests/pairs/features.py sets {sorted(missing)}"
 
 
-def test_every_term_and_stage_is_on_in_some_row(values: dict[str, Row | None]) -> None:
+def test_every_term_and_stage_is_on_in_some_row() -> None:
     """A new one needs a feature that turns it on, unless a key does so that joins by itself."""
-    configs = [config_from_dict(config_of(row)) for row in values.values() if row is not None]
+    configs = [config_from_dict(config_of(row)) for row in values_alone().values() if row is not None]
     terms = {term.name for config in configs for term in terms_on(config.loss)}
     terms |= {"teaching" for config in configs if config.distill.top_k}
     assert terms == {term.name for term in term_classes(TERMS)}

@@ -59,9 +59,9 @@ def _problems_on_two_ranks(row: Row, folder: Path, number: int, whole: Result, a
         yield from differences(written(whole_dir), written(again_dir), "a resumed run")
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.representative), *range(1, 2 * PARTS)])
 def test_rows_train_on_two_ranks(part: int, tmp_path: Path, warm_python: str, tasks: Path) -> None:
-    rows = [accepted(row, ranks=2) for row in covering()[part :: 3 * PARTS]]
+    rows = [accepted(row, ranks=2) for row in covering()[part :: 6 * PARTS]]
     failed = broken_on_two_ranks(rows, tmp_path / "run", warm_python, tasks)
     assert not failed, "\n".join(failed)
 
