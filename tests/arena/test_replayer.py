@@ -19,7 +19,7 @@ from turnwise.arena import (
     record_input,
 )
 from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordError
-from turnwise.replay.replayer import DeadlockDetectingLoop
+from turnwise.replay.idle_loop import DeadlockDetectingLoop
 from turnwise.types import ContextLengthError, EpisodeRequest, ModelError
 
 from .conftest import respond

@@ -13,7 +13,8 @@ from turnwise.inference import ScriptedClient
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.update.sft_data import RowReader, SFTRow, demonstrated, fitting, tokenize
+from turnwise.train.update.sft_data import fitting, tokenize
+from turnwise.train.update.sft_rows import RowReader, SFTRow, demonstrated
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Step
 
 from ..chat.families import CHAT_FAMILIES, QWEN, byte_tokenizer, chat_tokenizer, installed_families

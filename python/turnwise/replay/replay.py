@@ -21,7 +21,8 @@ from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordError, 
 from turnwise.arena.runtime.context import ModelCall
 from turnwise.inference.weights.load import copy_weights
 from turnwise.replay.diff import FirstDifference, first_difference
-from turnwise.replay.replayer import DeadlockDetectingLoop, Replayer, replay_episode
+from turnwise.replay.idle_loop import DeadlockDetectingLoop
+from turnwise.replay.replayer import Replayer, replay_episode
 from turnwise.run.build import Run, arena_for_client, build_run
 from turnwise.run.checks import resolve_config, task_of, tiny_model
 from turnwise.state import to_python

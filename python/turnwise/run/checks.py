@@ -39,7 +39,7 @@ from turnwise.train.model.loading import check_models, find_device
 from turnwise.train.resume import settings_to_resume
 from turnwise.train.terms.kl import penalty_problem
 from turnwise.train.terms.registry import unrewarded_problems
-from turnwise.train.update.sft_data import RowReader, SFTRows, demonstrated
+from turnwise.train.update.sft_rows import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
 from turnwise.types import (
     Actor,
