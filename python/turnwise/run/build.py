@@ -17,24 +17,22 @@ from typing import Any
 from turnwise.arena import Arena, Distillation, Filters, OverlongPenalty
 from turnwise.arena.task_labels import SUCCESS, TASK
 from turnwise.inference.common.hf_model import limit_head, shortest_context, tokens_of
-from turnwise.run.checks import (
+from turnwise.run.checks import check_config, check_questions, task_of, tiny_model
+from turnwise.run.clients import build_client
+from turnwise.run.models import check_critic, check_routing
+from turnwise.run.parts import (
+    build_callbacks,
     build_credit,
-    check_config,
-    check_questions,
+    build_curriculum,
     episodes_of,
     eval_sets,
     exploitability_of,
     parts_of,
-    task_of,
-    tiny_model,
 )
-from turnwise.run.clients import build_client
-from turnwise.run.models import check_critic, check_routing
-from turnwise.run.parts import build_callbacks, build_curriculum
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
 from turnwise.run.start import run_warm_start, starting_questions
-from turnwise.run.tinker import build_remote, export_adapters, is_remote
+from turnwise.run.tinker import build_remote, export_adapters
 from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
@@ -45,7 +43,6 @@ from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.checkpoint.warm_start import FOLDER as WARM_START
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, Addition, ablate
 from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.health.start import check_start
@@ -125,7 +122,7 @@ class Run:
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
-            if is_remote(self.config):
+            if self.config.learner.is_remote:
                 export_adapters(learner, self.tokenizer, folder, self.trainer.log)
             elif not learner.whole:
                 if any(policy.base is not None for policy in policies.values()):
@@ -229,12 +226,9 @@ def build_run(
         config,
         task,
         warm=bool(config.warm_start.steps) and warm and not resumes,
+        trains=trains,
         note=kept.append if trains else None,
     )
-    if trains:
-        check_questions(config, task)
-        if config.steps and not any(policy.trainable for policy in config.policies.values()):
-            raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
     for line in kept:
@@ -242,7 +236,7 @@ def build_run(
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
-    if is_remote(config):  # a server has the models
+    if config.learner.is_remote:  # a server has the models
         learner, client, context = build_remote(config, tokenizer, log)
         arena = arena_for_client(client, config, task, actors, tokenizer, context)
     else:

@@ -64,6 +64,7 @@ from turnwise.utils.memory import frozen_heap
 from turnwise.utils.registry import name_of, numbered
 from turnwise.utils.signals import SavedNote, after, exits_as_errors
 from turnwise.utils.threads import begin
+from turnwise.utils.values import problem
 
 T = TypeVar("T")
 
@@ -126,10 +127,8 @@ class Trainer:
                 "as sampling goes on while the trainer updates its modules. Make the client with share=False"
             )
         if config.eval.ablate and validation is not None and not validation.ablations:
-            raise ConfigError(
-                "config key 'eval.ablate' = true: expected the validation set's ablations, as in "
-                "EvalSet(requests, metric, ablations=...)"
-            )
+            why = "expected the validation set's ablations, as in EvalSet(requests, metric, ablations=...)"
+            raise ConfigError(problem("eval.ablate", why, True))
         self._run_dir = config.run_dir
         config = config.model_copy(update={"run_dir": config.run_dir.absolute()})  # user code may change the folder
         self.arena, self.policies, self.config, self.validation = arena, policies, config, validation

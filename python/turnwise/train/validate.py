@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from turnwise.credit import registry as credit_rules
-from turnwise.train.config.base import RunFacts, conflicts_of
+from turnwise.train.config.base import RunFacts, TaskFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.policies import OptimizerConfig
-from turnwise.train.config.sampling import CreditConfig
+from turnwise.train.config.rewards import CreditConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import (
     ConfigError,
@@ -23,8 +23,11 @@ from turnwise.train.config.toml import (
     set_value,
     split_key,
 )
+from turnwise.train.health.guard import signal_problems
+from turnwise.train.league.build import matchmaker_problems
+from turnwise.train.learner.tinker.wire import unserved_loss
 from turnwise.train.terms.loss_types import find_loss
-from turnwise.train.terms.registry import loss_problems
+from turnwise.train.terms.registry import loss_problems, terms_on
 from turnwise.types import TaskCapabilities, capabilities_of
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
@@ -86,10 +89,22 @@ def read_config(
     return parse_settings(data)
 
 
-def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any] = ()) -> list[str]:
-    """Return one line for each problem of keys that are valid alone but don't fit together.
+ASKED: tuple[Callable[[RunFacts], Iterable[str]], ...] = (
+    conflicts_of,
+    loss_problems,
+    unserved_loss,
+    matchmaker_problems,
+    signal_problems,
+)
+"""The one list of what is asked about a run's settings: all sections, and the rooms that build what a key names."""
 
-    ``ranks`` processes train, and ``episodes`` are the task's.
+
+def contradictions(
+    config: TrainConfig, ranks: int = 1, task: TaskFacts | None = None, *, trains: bool = False
+) -> list[str]:
+    """Return one line for each problem of keys that are valid alone but don't fit together, or don't fit the ``task``.
+
+    ``ranks`` processes train. With ``trains`` also return what would stop the first step.
     """
     problems: list[str] = []
     for name in config.policies:
@@ -98,9 +113,9 @@ def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any
         except ValidationError as error:
             at = ("policies", name, "optimizer")
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
-    grammars = any(getattr(episode, "samples_under_grammars", False) for episode in episodes)
-    run = RunFacts(config=config, ranks=ranks, grammars=grammars)
-    return [*problems, *conflicts_of(run), *loss_problems(run)]
+    alone = any(term.trains_alone for term in terms_on(config.loss)) or bool(config.teachers())
+    run = RunFacts(config=config, ranks=ranks, task=task, trains=trains, trains_alone=alone)
+    return list(dict.fromkeys([*problems, *(line for ask in ASKED for line in ask(run))]))
 
 
 # -- Expected values of keys -------------------------------------------------------------------------------------------

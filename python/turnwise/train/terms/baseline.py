@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import optimal_token_baseline
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.train.config.base import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import MicroBatch, pack
@@ -26,6 +26,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
 from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
 from turnwise.types import TrainingBatch
+from turnwise.utils.values import problem
 
 
 class OptimalTokenBaseline(Term):
