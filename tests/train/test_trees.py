@@ -84,9 +84,7 @@ def test_a_share_is_from_0_to_1(share):
 def test_a_share_goes_through_a_file_and_the_command_line(share):
     config = config_of(4, select="mixed", best_share=share)
     assert config_from_dict(tomllib.loads(to_toml(config))) == config
-    given = load_config(
-        None, {"rollout.branches": "4", "rollout.tree.select": "mixed", "rollout.tree.best_share": str(share)}
-    )
+    given = load_config(None, {"rollout.tree.best_share": str(share)})
     assert given.rollout.tree.best_share == config.rollout.tree.best_share
 
 

@@ -111,7 +111,9 @@ class TreeConfig(Section):
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         branches, actors = run.config.rollout.branches, [actor.id for actor in run.actors]
-        if run.task is not None and (unknown := [actor for actor in self.branch_at or () if actor not in actors]):
+        if run.task is None:
+            return
+        if unknown := [actor for actor in self.branch_at or () if actor not in actors]:
             yield problem(f"{key}.branch_at", f"no actor {unknown[0]!r}; {did_you_mean(unknown[0], actors)}")
         if branches == 1 and not self.playouts and self != TreeConfig():
             yield problem(key, "needs rollout.branches > 1, or rollout.tree.playouts > 0")

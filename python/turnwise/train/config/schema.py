@@ -291,7 +291,7 @@ class TrainConfig(Section):
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         tasks = [one.task or name for name, one in self.tasks.items()] or [self.task]
-        if self.gateway and not any(name.startswith(GATEWAY_TASKS) for name in tasks):
+        if run.task is not None and self.gateway and not any(name.startswith(GATEWAY_TASKS) for name in tasks):
             where = f" on task {self.task!r}: expected 'gateway:...', 'verifiers:...'"
             several = ": expected one of [tasks.<name>] with 'gateway:...'"
             yield f"config section 'gateway': has no effect{several if self.tasks else where}"
