@@ -53,7 +53,8 @@ from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness,
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loss_terms import keep_their_rows
 from turnwise.train.model.policy import Policy, limit_heads
-from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
+from turnwise.train.resume import resume_run, rewound_state, save_run, save_validation
+from turnwise.train.resume_queue import first_unpicklable, new_queue
 from turnwise.train.run_folder import RunLock
 from turnwise.train.terms.kl import KLPenalty, in_reward
 from turnwise.train.terms.registry import teachers_replace_rewards

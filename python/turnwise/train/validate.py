@@ -142,23 +142,23 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
     """Return the types of the options in the table at ``keys``, by name; ``None`` for a section."""
     # Each table of options belongs to a class: optimizer, task, credit rule or loss.
     task = str(data.get("task", TrainConfig().task))
-    if keys[:1] == ("policies",) and keys[2:] == ("optimizer",):
-        return option_types(OptimizerConfig)
     try:
-        if keys == ("task_options",) and task_type is not None:
-            return option_types(task_type(task).options_type)
-        if keys[:1] == ("tasks",) and len(keys) > 2:  # the tables of one task among several
-            one = data["tasks"].get(keys[1]) or {}
-            alone = {**one, "task": one.get("task", keys[1])}
-            inner = ("task_options",) if keys[2:] == ("options",) else keys[2:]
-            return _options_at(inner, alone, task_type) if inner[-1:] in (("options",), ("task_options",)) else None
-        if keys == ("credit", "options"):
-            rule = str(data["credit"].get("rule", CreditConfig().rule))
-            if rule == "task":
-                rule = capabilities_of(task_type and task_type(task), TaskCapabilities).credit_rule
-            return option_types(import_by_name(credit_rules, rule, "credit.rule"))
-        if keys == ("loss", "options"):
-            return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))
+        match keys:
+            case ("policies", _, "optimizer"):
+                return option_types(OptimizerConfig)
+            case ("task_options",) if task_type is not None:
+                return option_types(task_type(task).options_type)
+            case ("tasks", name, *inner, "options") if inner in ([], ["credit"]):  # of one task among several
+                one = data["tasks"].get(name) or {}
+                own = ("credit", "options") if inner else ("task_options",)
+                return _options_at(own, {**one, "task": one.get("task", name)}, task_type)
+            case ("credit", "options"):
+                rule = str(data["credit"].get("rule", CreditConfig().rule))
+                if rule == "task":
+                    rule = capabilities_of(task_type and task_type(task), TaskCapabilities).credit_rule
+                return option_types(import_by_name(credit_rules, rule, "credit.rule"))
+            case ("loss", "options"):
+                return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))
     except ValueError:  # unknown task, rule or loss: its builder reports it
         return {}
     return None
@@ -166,6 +166,9 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
 
 def _without_code(settings: Any) -> Any:
     """Return ``settings`` with an empty string for each ``module:Name`` that would have to be imported."""
-    if isinstance(settings, dict):
-        return {key: _without_code(value) for key, value in settings.items()}
-    return "" if isinstance(settings, str) and ":" in settings else settings
+    match settings:
+        case dict():
+            return {key: _without_code(value) for key, value in settings.items()}
+        case str() if ":" in settings:
+            return ""
+    return settings
