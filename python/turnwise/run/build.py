@@ -343,12 +343,7 @@ def arena_for_client(
         max_context=max_context,
         seed=config.seed,
         failure_threshold=rollout.failure_threshold,
-        filters=Filters(
-            drop_zero_advantage=config.filter.drop_zero_advantage,
-            drop_truncated=config.filter.drop_truncated,
-            max_length=config.filter.max_length,
-            dynamic_sampling_rounds=config.filter.dynamic_sampling_rounds,
-        ),
+        filters=Filters(**config.filter.model_dump()),
         reward={} if isinstance(task, SeveralTasks) else config.reward.of_mix(),
         overlong=OverlongPenalty(*overlong) if overlong[0] else None,
         check_private=rollout.check_private,
