@@ -11,7 +11,7 @@ from typing import Any
 from turnwise.arena.setup import mix_of
 from turnwise.run.clients import check_client
 from turnwise.run.models import describe_models
-from turnwise.run.parts import FactsOfTask, build_curriculum, episodes_of, with_default_credit
+from turnwise.run.parts import FactsOfTask, build_stages, episodes_of, with_default_credit
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.ranks import expected_ranks
 from turnwise.tasks import Task, build_task
@@ -70,7 +70,7 @@ def resolve_config(
     facts = FactsOfTask(resolved, task, actors)
     problems.lines += contradictions(resolved, expected_ranks(resolved), facts, trains=trains)
     with problems.gathered():
-        build_curriculum(resolved, task)
+        build_stages(resolved, task)
     return resolved, actors
 
 

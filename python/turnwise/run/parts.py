@@ -7,23 +7,31 @@ from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, cast
 
-from turnwise.arena import Arena, Episode
-from turnwise.arena.curriculum import Curricula, Curriculum
+from turnwise.arena import Arena, Episode, Stage
+from turnwise.arena.stages.registry import stages_of
+from turnwise.arena.stages.stage import RunParts
 from turnwise.credit import build_rule
 from turnwise.credit.by_task import CreditByTask
-from turnwise.tasks.base import Demonstration, PooledTask, SplittableTask, Task, held_out, task_problems
+from turnwise.tasks.base import Demonstration, SplittableTask, Task, held_out, task_problems
 from turnwise.tasks.several import SeveralTasks
 from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.rewards import CreditConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError, told_by_key
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, SubTeam
 from turnwise.train.health.guard import build_guard
 from turnwise.train.league.build import build_league
 from turnwise.train.loop import EvalSet
-from turnwise.types import Actor, CreditAssigner, EpisodeRequest, GenerateResult, TaskCapabilities, capabilities_of
+from turnwise.types import (
+    Actor,
+    CreditAssigner,
+    EpisodeRequest,
+    GenerateResult,
+    InferenceClient,
+    TaskCapabilities,
+    capabilities_of,
+)
 from turnwise.utils.registry import did_you_mean
-from turnwise.utils.values import problem
 
 
 class FactsOfTask:
@@ -133,39 +141,12 @@ def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
     return EvalSet(held, task.success_metric), EvalSet(validation, task.success_metric, facts.ablations)
 
 
-def build_curriculum(config: TrainConfig, task: Task) -> Curriculum | Curricula | None:
-    """Build the curriculum over the questions of each task; ``None`` without one. Raises :class:`ConfigError`."""
-    if config.curriculum.sampling == "task":
-        return None
-    if not isinstance(task, SeveralTasks):
-        return _curriculum_of(config, task)
-    return Curricula(
-        {name: _curriculum_of(config, part.task) for name, part in task.parts.items()}, task.counts, task.labelled
-    )
-
-
-def _curriculum_of(config: TrainConfig, task: Task) -> Curriculum:
-    settings = config.curriculum
-    if not isinstance(task, PooledTask):
-        why = (
-            f"task {task.name!r} has no method question_pool(n), which returns one request for each training question: "
-            "see turnwise.tasks.base.PooledTask"
-        )
-        raise ConfigError(problem("curriculum.sampling", why, settings.sampling))
-    with told_by_key("curriculum.pool", settings.pool):
-        pool = task.question_pool(settings.pool)
+def build_stages(config: TrainConfig, task: Task, actors: Sequence[Actor] = ()) -> list[Stage]:
+    """Build the stages that ``config`` adds to an arena. Raises :class:`ConfigError`."""
     try:
-        return Curriculum(
-            pool,
-            metric=task.success_metric,
-            uniform=settings.uniform,
-            window=settings.window,
-            gate=settings.gate,
-            ahead=config.loop.max_staleness,
-            seed=config.seed,
-        )
+        return stages_of(RunParts(config=config, task=task, actors=actors))
     except ValueError as error:
-        raise ConfigError(f"config section 'curriculum': task {task.name!r}: {error}") from error
+        raise ConfigError(str(error)) from error
 
 
 ALL = "all"
@@ -255,11 +236,14 @@ class ExploitabilityProbe(Callback):
 
 
 def build_callbacks(
-    config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], arena: Arena, measure: Measure | None
+    config: TrainConfig,
+    actors: Sequence[Actor],
+    seats: Sequence[str],
+    client: InferenceClient,
+    measure: Measure | None,
 ) -> list[Callback]:
-    """Build the callbacks of ``config``; a league also becomes the ``opponent_assignment`` of ``arena``."""
-    league = build_league(config, actors, seats, arena.client)
-    arena.opponent_assignment = None if league is None else league.seating
+    """Build the callbacks of ``config``."""
+    league = build_league(config, actors, seats, client)
     every = config.eval.exploitability_every
     probe = ExploitabilityProbe(measure, every) if every and measure is not None else None
     return [callback for callback in (league, build_guard(config, seats), probe) if callback is not None]

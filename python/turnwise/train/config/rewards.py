@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.setup import mix_of, reward_problems
+from turnwise.arena.stages.dynamic_sampling import check_stateless
 from turnwise.train.config.base import RunFacts, Section, trial
 from turnwise.types import CreditCapabilities, capabilities_of
 from turnwise.utils.values import problem
