@@ -277,8 +277,8 @@ class RolloutConfig(PlayLimits):
         yield problem(
             f"{key}.group_size",
             f"{run.task.name!r} would train nothing, as the rule {run.config.credit.rule!r} compares the attempts at a "
-            "question, and one alone has advantage 0: expected rollout.group_size > 1, such as 8, rollout.branches > 1, "
-            f"a rule that compares none, such as 'rae'{alone}",
+            "question, and one alone has advantage 0: expected rollout.group_size > 1, such as 8, rollout.branches > "
+            f"1, a rule that compares none, such as 'rae'{alone}",
             self.group_size,
         )
 
