@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 
+from turnwise.arena.stages.registry import stage_problems
 from turnwise.credit import registry as credit_rules
 from turnwise.train.config.base import RunFacts, TaskFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
@@ -92,6 +93,7 @@ def read_config(
 ASKED: tuple[Callable[[RunFacts], Iterable[str]], ...] = (
     conflicts_of,
     loss_problems,
+    stage_problems,
     unserved_loss,
     matchmaker_problems,
     signal_problems,
