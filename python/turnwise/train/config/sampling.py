@@ -110,11 +110,12 @@ class TreeConfig(Section):
         return TreeSampler(branches, **self.model_dump(), share_steps=steps)
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        branches, actors = run.config.rollout.branches, [actor.id for actor in run.actors]
+        branches = run.config.rollout.branches
         if run.task is None:
             return
-        if unknown := [actor for actor in self.branch_at or () if actor not in actors]:
-            yield problem(f"{key}.branch_at", f"no actor {unknown[0]!r}; {did_you_mean(unknown[0], actors)}")
+        for actors in [[actor.id for actor in alone.actors] for alone in run.each]:
+            if unknown := [actor for actor in self.branch_at or () if actor not in actors]:
+                yield problem(f"{key}.branch_at", f"no actor {unknown[0]!r}; {did_you_mean(unknown[0], actors)}")
         if branches == 1 and not self.playouts and self != TreeConfig():
             yield problem(key, "needs rollout.branches > 1, or rollout.tree.playouts > 0")
             return
