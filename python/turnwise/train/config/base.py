@@ -129,6 +129,12 @@ class RunFacts:
         return ()
 
     @property
+    def server(self) -> Any:
+        """Properties of the Tinker server that trains; ``None`` without one, and without a task."""
+        learner = self.config.learner
+        return learner.server if learner.is_remote and self.task is not None else None
+
+    @property
     def actors(self) -> Sequence[Actor]:
         """The actors, with the policies that play them."""
         return () if self.task is None else self.task.actors

@@ -173,7 +173,7 @@ class ShardingConfig(Section):
     """Seconds after which a process gives up waiting for another one in an update."""
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if run.config.learner.is_remote and self != ShardingConfig():
+        if run.server is not None and self != ShardingConfig():
             yield problem(key, "no model is here: expected no setting", self.model_dump(exclude_defaults=True))
         if run.ranks == 1:
             return
@@ -260,7 +260,7 @@ class LearnerConfig(Section):
             why = "expected one process, as a server trains; start turnwise without torchrun"
             yield problem(f"{key}.type", why, self.type)
         paths = {settings.path for settings in run.config.policies.values()}
-        if self.is_remote and run.task is not None and len(paths) > 1:
+        if run.server is not None and len(paths) > 1:
             yield f"config keys 'policies.*.path' = {sorted(paths)}: expected one base model for all adapters"
 
     @property

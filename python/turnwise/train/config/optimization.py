@@ -180,8 +180,8 @@ class UpdateConfig(OptimizerConfig):
     """Most non-finite updates in a row that are skipped; one more stops the run."""
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        learner, default = run.config.learner, UpdateConfig()
-        if not learner.is_remote:
+        default = UpdateConfig()
+        if run.server is None:
             return
         if self.old_logprobs != "rollout":
             why = "expected 'rollout': the sampler's log-probs are sent"
@@ -191,15 +191,15 @@ class UpdateConfig(OptimizerConfig):
                 yield problem(f"{key}.{name}", SERVER_DECIDES, value)
         for policy in run.config.policies:
             with suppress(ValueError):  # a wrong key of a policy's own optimizer has its line
-                yield from self._unserved(run.config.optimizer_of(policy), run.config, key)
+                yield from self._unserved(run.config.optimizer_of(policy), run, key)
 
-    def _unserved(self, optimizer: OptimizerConfig, config: Any, key: str) -> Iterator[str]:
+    def _unserved(self, optimizer: OptimizerConfig, run: RunFacts, key: str) -> Iterator[str]:
         """Yield a line for each setting of a policy's optimizer that the Tinker server can't serve."""
-        server, default = config.learner.server, OptimizerConfig()
+        server, default = run.server, OptimizerConfig()
         for name in server.decides:
             if (value := getattr(optimizer, name)) != getattr(default, name):
                 yield problem(f"{key}.{name}", f"{ITS_OWN}: expected no setting here", value)
-        if server.shares_decay and optimizer.weight_decay and len(config.policies) > 1:
+        if server.shares_decay and optimizer.weight_decay and len(run.config.policies) > 1:
             why = "it would also shrink the other adapters: expected 0"
             yield problem(f"{key}.weight_decay", why, optimizer.weight_decay)
 

@@ -109,7 +109,7 @@ class PolicyConfig(Section):
         if name not in {*(actor.policy for actor in run.actors), *teachers}:
             played = ", ".join(f"{actor.id!r} with {actor.policy!r}" for actor in run.actors)
             yield problem(key, f"no actor of task {run.task.name!r} plays with it: {played}")
-        if run.config.learner.is_remote:
+        if run.server is not None:
             yield from self._unserved(key)
 
     def _unserved(self, key: str) -> Iterator[str]:
@@ -232,7 +232,7 @@ class WarmStartConfig(Section):
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         if self.min_reward is not None and self.data is None:
             yield problem(f"{key}.min_reward", "needs warm_start.data, recorded episodes to choose from")
-        if self.steps and run.config.learner.is_remote:
+        if self.steps and run.server is not None:
             why = "no model is here to start: expected 0, and as the base model one that is warm-started already"
             yield problem(f"{key}.steps", why, self.steps)
         elif self.steps and self.data is None and run.trains:

@@ -240,6 +240,8 @@ class RolloutConfig(PlayLimits):
 
     def _beside_the_learner(self, run: RunFacts, key: str) -> Iterator[str]:
         learner, client = run.config.learner, self.client
+        if run.task is None:
+            return
         if learner.is_remote != (client == "tinker"):
             keys = (f"{key}.client", client), ("learner.type", learner.type)
             (own, value), (other, _) = keys if learner.is_remote else keys[::-1]
@@ -302,15 +304,15 @@ class LoopConfig(Section):
                 "'transformers'",
                 self.deterministic,
             )
-        cluster, learner = run.config.cluster, run.config.learner
+        cluster = run.config.cluster
         for name, pool in cluster.engines.items() if self.deterministic and cluster.has_engines else ():
             if pool.engine != "transformers" or pool.options.get("max_batch_rows") != 1:
                 why = f"answers of the engines {name!r} depend on their batch; use engine = 'transformers' with"
                 yield problem(f"{key}.deterministic", f"{why} options.max_batch_rows = 1", True)
-        if learner.is_remote and learner.server.trains_its_sampler and self.max_staleness:
+        if run.server is not None and run.server.trains_its_sampler and self.max_staleness:
             why = "an update changes this server's samplers too, so tokens would carry a wrong version"
             yield problem(f"{key}.max_staleness", f"expected 0: {why}", self.max_staleness)
-        if learner.is_remote and self.in_flight_updates:
+        if run.server is not None and self.in_flight_updates:
             why = "a request samples with one version of the weights: expected false"
             yield problem(f"{key}.in_flight_updates", why, True)
 

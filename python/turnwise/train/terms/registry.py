@@ -187,7 +187,7 @@ def loss_problems(run: RunFacts) -> list[str]:
     """Return the problems of the terms' settings, one line each. It tries the loss on two rows of two tokens."""
     loss, terms = run.config.loss, Terms().all.values()
     problems = [line for term in terms for line in term.problems(run)]
-    if run.config.learner.is_remote:
+    if run.server is not None:
         problems += [problem(key, why, value) for term in terms for key, value, why in term.unserved(loss)]
     return [*problems, *check_loss(loss), *_unrewarded(run)]
 

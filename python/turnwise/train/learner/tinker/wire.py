@@ -58,7 +58,7 @@ def server_loss(variant: Variant) -> ServerLoss:
 def unserved_loss(run: RunFacts) -> Iterator[str]:
     """Yield a line if a server is to train with a loss that it doesn't have."""
     loss = run.config.loss
-    if run.config.learner.is_remote:
+    if run.server is not None:
         yield from trial("loss.type", loss.type, lambda: server_loss(make_variant(loss)))
 
 
