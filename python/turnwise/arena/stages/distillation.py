@@ -18,7 +18,7 @@ from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import count_error, count_in_process
 from turnwise.arena.stages.stage import BatchNotes, RunParts, Stage
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import GRAMMAR
+from turnwise.samples.training_samples import GRAMMAR
 from turnwise.types import (
     GenerateResult,
     Messages,

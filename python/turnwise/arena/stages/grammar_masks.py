@@ -7,15 +7,16 @@ from typing import Any
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.chat.grammar import GrammarError, allowed_tokens
-from turnwise.samples.pack import GRAMMAR
+from turnwise.samples.training_samples import GRAMMAR
 from turnwise.types import ClientCapabilities, Grammar, Sample, capabilities_of
+from turnwise.types.columns import ALLOWED
 
 CONSTRAINED = "constrained"
 """Cause for which a call under a grammar does not train."""
 
 
 class GrammarMasks(Stage):
-    """Sets ``allowed`` of samples with a grammar. Under a trainer that can't take it, they don't train."""
+    """Sets the column ``allowed`` of samples with a grammar. Under a trainer that can't take it, they don't train."""
 
     name = "grammar_masks"
     always = True
@@ -41,7 +42,7 @@ class GrammarMasks(Stage):
         if not reason:
             try:
                 tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.info[GRAMMAR])
-                sample.allowed = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
+                sample.columns[ALLOWED] = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
                 return ""
             except GrammarError as error:
                 reason = str(error)

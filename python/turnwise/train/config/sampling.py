@@ -14,6 +14,7 @@ from turnwise.arena import TreeSampler
 from turnwise.credit import registry
 from turnwise.credit.columns import needs_several_attempts
 from turnwise.train.config.base import RunFacts, Section, trial
+from turnwise.train.config.features import required, with_features
 from turnwise.types import CreditCapabilities, capabilities_of
 from turnwise.types.play import MAX_CONCURRENCY
 from turnwise.utils.files import PathText
@@ -189,6 +190,7 @@ class PlayLimits(Section):
                 yield problem(name, why, limit)
 
 
+@with_features("rollout")
 class RolloutConfig(PlayLimits):
     """Sampling of one step: prompts, group size, branches, the client and its limits."""
 
@@ -213,8 +215,6 @@ class RolloutConfig(PlayLimits):
     """Most completions that the client computes at the same time."""
     check_private: bool = False
     """Stop the run when an actor sees another actor's private text, or would train on its tokens."""
-    routing_replay: bool = False
-    """Route the tokens of an update to the experts that the sampler chose, in a mixture of experts."""
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         config, ahead = run.config, run.config.loop.max_staleness
@@ -250,8 +250,8 @@ class RolloutConfig(PlayLimits):
         elif learner.is_remote:
             if self.temperature != 1:
                 yield problem(f"{key}.temperature", "expected 1, at which a Tinker server trains", self.temperature)
-            if self.routing_replay:
-                yield problem(f"{key}.routing_replay", "the server returns no experts: expected false", True)
+            for name, asked in required(run.config).items():
+                yield problem(asked, f"the server returns no {name}: expected false", True)
 
     def _beside_actors(self, run: RunFacts, key: str) -> Iterator[str]:
         """Yield a line for a token limit that every actor overrides, and for a tree that the episodes refuse."""

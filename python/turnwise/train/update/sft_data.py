@@ -95,7 +95,7 @@ class RowReader:
                     raise ConfigError(f"{source}: expected a JSON object, got {json.dumps(data)[:40]!r}")
                 rows += self._rows_of(data, source)
         except OSError as error:
-            raise ConfigError(problem("warm_start.data", f"it can't be read: {error}", str(path))) from None
+            raise ConfigError(problem("warm_start.data", f"can't be read: {error}", str(path))) from None
         except ConfigError:
             raise
         except ValueError as error:
