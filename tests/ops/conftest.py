@@ -49,7 +49,11 @@ class Target(NamedTuple):
     @property
     def simulated(self) -> bool:
         """True for a GPU's kernels on the host, thousands of times slower: keep inputs small."""
-        return self.emulated or (self.backend == "triton" and self.device == "cpu")
+        return self.emulated or self.interpreted
+
+    @property
+    def interpreted(self) -> bool:
+        return self.backend == "triton" and self.device == "cpu"
 
     @property
     def quick(self) -> bool:
