@@ -211,7 +211,7 @@ class Arena(ArenaSetup):
         samples = collect_samples(results)
         if samples and self.reward_penalty is not None:
             for sample in samples:
-                if rows.GRAMMAR in sample.info and not self._constrain(sample):
+                if sample.facts.grammar is not None and not self._constrain(sample):
                     sample.loss_mask = [0] * len(sample.completion_token_ids)  # such a sample has no penalty
             rows.penalize(samples, self.reward_penalty(samples))
         self._zero_causes = rows.set_advantages(results, samples, self.credit)
@@ -240,7 +240,8 @@ class Arena(ArenaSetup):
         reason = self.constrained_unsupported_reason
         if not reason:
             try:
-                tokenizer, grammar = self.plain_format(None).tokenizer, Grammar(sample.info[rows.GRAMMAR])
+                assert sample.facts.grammar is not None
+                tokenizer, grammar = self.plain_format(None).tokenizer, Grammar(sample.facts.grammar)
                 sample.allowed = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
                 return True
             except GrammarError as error:

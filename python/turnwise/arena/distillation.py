@@ -18,7 +18,6 @@ from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import count_error, count_in_process
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.filters import StepKey
-from turnwise.samples.pack import GRAMMAR
 from turnwise.types import (
     GenerateResult,
     InferenceClient,
@@ -35,9 +34,6 @@ from turnwise.utils.signals import exits_as_errors
 
 BETTER_ANSWER = "This answer to the task above earned more reward than others:\n{hint}\n\nAnswer the task yourself."
 """Text that a teacher sees after the prompt with ``hint="best"``; ``{hint}`` is the better answer."""
-
-TOKENS, KL = "token_advantages", "teacher_kl"
-"""Keys of ``step.info``: the advantages of the step's tokens, and the mean of their log-probs minus the teacher's."""
 
 Hint = Literal["none", "best", "episode"]
 
@@ -93,14 +89,14 @@ class Distillation:
                 )
 
     async def score(self, arena: Any, results: Sequence[GenerateResult]) -> None:
-        """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.info``."""
+        """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.facts``."""
         # Log-probs under a grammar are those over the allowed tokens, so no teacher's can be compared with them.
-        free = [sample for sample in collect_samples(results) if GRAMMAR not in sample.info]
+        free = [sample for sample in collect_samples(results) if sample.facts.grammar is None]
         samples = [sample for sample in free if sample.actor in self.teachers]
         steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
         if not self.scores:
             for sample in samples:
-                steps[sample.rollout_id][sample.step_index].info[TOKENS] = [0.0] * len(sample.completion_token_ids)
+                sample.facts.token_advantages = [0.0] * len(sample.completion_token_ids)
             return
         hints = await self._hints(arena, results, samples)
         taught: list[tuple[Sample, Step]] = []
@@ -123,8 +119,8 @@ class Distillation:
         for (sample, step), teacher_logprobs in zip(taught, scores, strict=True):
             gains = [t - s for t, s in zip(teacher_logprobs, sample.rollout_logprobs, strict=False)]
             unscored = len(sample.completion_token_ids) - len(gains)
-            step.info[TOKENS] = [self.coef * gain for gain in gains] + [0.0] * unscored
-            step.info[KL] = -sum(gains) / len(gains)
+            step.facts.token_advantages = [self.coef * gain for gain in gains] + [0.0] * unscored
+            step.facts.teacher_kl = -sum(gains) / len(gains)
 
     async def _hints(
         self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]
@@ -158,7 +154,7 @@ class Distillation:
         for sample in samples:
             if sample.actor in self.teachers:
                 steps[sample.rollout_id][sample.step_index].advantage = 0.0
-                if TOKENS not in sample.info:
+                if sample.facts.token_advantages is None:
                     causes[sample.rollout_id, sample.step_index] = "untaught"
         return causes
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from turnwise.types import GenerateResult, Sample
 
-TASK = "task"
-"""Key of the meta of requests and rollouts that names the task."""
-
 SUCCESS = "success"
 """Metric of a rollout: the success of its own task, ``<task>/success`` beside it."""
 
@@ -31,7 +28,7 @@ class TaskLabels:
         The counts of the gateway and of tools have no second name.
         """
         for rollout in (result.rollout for result in results):
-            task = str(rollout.meta.get(TASK))
+            task = str(rollout.facts.task)
             if task not in self.metrics or rollout.error is not None or f"{task}/{SUCCESS}" in rollout.metrics:
                 continue
             own = {
@@ -54,7 +51,7 @@ class TaskLabels:
             tokens[name] += len(sample.completion_token_ids) if mask is None else sum(map(bool, mask))
         metrics: dict[str, float] = {}
         for task in self.shares:
-            tops = [top for top in results if top.rollout.meta.get(TASK) == task]
+            tops = [top for top in results if top.rollout.facts.task == task]
             sampled = sum(
                 len(step.completion_token_ids)
                 for top in tops
@@ -68,4 +65,4 @@ class TaskLabels:
 
 
 def _task_of(sample: Sample) -> str:
-    return "" if sample.root_result is None else str(sample.root_result.rollout.meta.get(TASK, ""))
+    return "" if sample.root_result is None else str(sample.root_result.rollout.facts.task or "")

@@ -17,7 +17,6 @@ from turnwise.arena.arena import Arena
 from turnwise.arena.recording.recorder import ANSWER, ASK, ENDED, EXPIRED, READ, comparable, unique_key
 from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordedCall, RecordError, nodes_of
 from turnwise.arena.rewards.group_rewards import apply_group_scores, with_continuations
-from turnwise.arena.rewards.mix import TURN_FACTOR
 from turnwise.arena.runner import create_context, run_episode
 from turnwise.arena.runtime.concurrency import FailureBudget, stop
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
@@ -247,7 +246,7 @@ class Replayer:
         for key, recorded in self.record.calls.items():
             step = self.calls[key][1].step if key in self.calls else None
             # Turn factors and overlong penalties changed the recorded reward after the episode.
-            if step is None or not recorded.seen or {"overlong_penalty", TURN_FACTOR} & recorded.step["info"].keys():
+            if step is None or not recorded.seen or {"overlong_penalty", "turn_factor"} & recorded.step["info"].keys():
                 continue
             old, new = recorded.step["reward"], step.reward
             if None not in (old, new) and old != new:

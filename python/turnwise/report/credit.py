@@ -219,18 +219,9 @@ def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
 
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
     """Convert a line of ``rollouts.jsonl`` into a result, with all parts that credit rules use."""
-    rollout = Rollout(
-        row["id"],
-        row["episode_type"],
-        row.get("artifact"),
-        [_step_of(step) for step in row["steps"]],
-        row["rewards"],
-        extras=row["extras"],
-        metrics=row["metrics"],
-        seed=row["seed"],
-        meta=row["meta"],
-        error=row["error"],
-    )
+    known = {name: row[name] for name in Rollout.__dataclass_fields__ if name in row}
+    steps = [_step_of(step) for step in row["steps"]]
+    rollout = Rollout.of_record({"artifact": None, **known, "steps": steps})
     children = [result_of(child, rollout.id) for child in row["children"]]
     return GenerateResult(
         rollout,
@@ -248,7 +239,7 @@ def _step_of(row: Mapping[str, Any]) -> Step:
     known["from_branch"] = _hashable(row.get("from_branch"))
     if "state" in row["info"]:  # GiGPO's anchor
         known["info"] = {**row["info"], "state": _hashable(row["info"]["state"])}
-    return Step(**known)
+    return Step.of_record(known)
 
 
 def _hashable(value: Any) -> Any:

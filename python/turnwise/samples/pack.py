@@ -31,11 +31,11 @@ K = TypeVar("K", bound=Hashable)
 Reason = Callable[[GenerateResult, Step], bool]
 
 REASONS: dict[str, Reason] = {
-    "failed": lambda result, step: result.rollout.error is not None or "error" in step.info,
-    "resample": lambda result, step: result.rollout.meta.get("drop_reason") == "resample",
-    "over_quota": lambda result, step: result.rollout.meta.get("drop_reason") == "over_quota",
-    "reward_error": lambda result, step: "dropped" in result.rollout.meta,
-    "greedy": lambda result, step: result.is_trainable and "greedy" in step.info,
+    "failed": lambda result, step: result.rollout.error is not None or step.facts.error is not None,
+    "resample": lambda result, step: result.rollout.facts.drop_reason == "resample",
+    "over_quota": lambda result, step: result.rollout.facts.drop_reason == "over_quota",
+    "reward_error": lambda result, step: result.rollout.facts.dropped is not None,
+    "greedy": lambda result, step: result.is_trainable and step.facts.greedy,
     "not_trainable": lambda result, step: not (result.is_trainable and step.trainable),
     "aborted": lambda result, step: step.finish_reason == "abort",
 }
@@ -43,12 +43,6 @@ REASONS: dict[str, Reason] = {
 
 Drops = dict[tuple[str, str], int]
 """Number of model calls that don't train, by ``(actor, cause)``."""
-
-GRAMMAR = "grammar"
-"""Key of ``step.info``: the text of the grammar under which the step was sampled."""
-
-ROUTED = "routed_experts"
-"""Key of ``step.info``: the experts that its tokens took, as :class:`RoutedExperts`, if the client returns them."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -72,7 +66,7 @@ def training_samples(
             )
     causes = filters.causes(samples, zero_causes)
     for row, sample in enumerate(samples):
-        if causes[row] is None and GRAMMAR in sample.info and not constrain(sample):
+        if causes[row] is None and sample.facts.grammar is not None and not constrain(sample):
             causes[row] = "constrained"
     filtered = Counter((sample.actor, cause) for sample, cause in zip(samples, causes, strict=True) if cause)
     kept = [sample for sample, cause in zip(samples, causes, strict=True) if cause is None]
@@ -219,7 +213,7 @@ def pack(
 
 def _routed_experts(samples: Sequence[Sample]) -> list[RoutedExperts | None] | None:
     """Return the experts of each sample; ``None`` if no sample has any. Raises ``ValueError`` for a wrong length."""
-    rows: list[RoutedExperts | None] = [sample.info.get(ROUTED) for sample in samples]
+    rows: list[RoutedExperts | None] = [sample.facts.routed_experts for sample in samples]
     if not any(rows):
         return None
     for sample, row in zip(samples, rows, strict=True):
@@ -456,7 +450,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
     for rollout, metrics in zip(rollouts, with_zero_counts([rollout.metrics for rollout in rollouts]), strict=True):
         if rollout.error is None:
-            rewards, raw_rewards = rollout.rewards, rollout.meta.get("raw_rewards") or {}
+            rewards, raw_rewards = rollout.rewards, rollout.facts.raw_rewards or {}
             if rollout.meta.get(CHILD, {}).get("inherits", False):
                 rewards, raw_rewards = {}, {}  # counted with its attempt
             for kind, values in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
@@ -464,33 +458,34 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
                     means[kind][name].append(value)
 
     # Tokens, also of failed attempts, group functions, playouts and judges; lengths by actor.
-    metas = [rollout.meta for rollout in rollouts]
-    sampled = sum(meta.get("lost_tokens", 0) + meta.get("group", {}).get("sampled_tokens", 0) for meta in metas)
+    sampled = sum(
+        rollout.facts.lost_tokens + rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts
+    )
     shortened = Counter[str]()
     playout_tokens = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
     for step in (step for rollout in rollouts for step in rollout.steps):
-        actor, info, length = step.actor_id, step.info, len(step.completion_token_ids)
-        sampled += 0 if actor is None and "cached" in info else length
+        actor, length = step.actor_id, len(step.completion_token_ids)
+        sampled += 0 if actor is None and step.facts.cached else length
         if actor is not None:
             means["completion_tokens"][actor].append(length)
             means["truncated"][actor].append(step.finish_reason == "length")
-            shortened[f"shortened/{actor}"] += SHORTENED in info
+            shortened[f"shortened/{actor}"] += SHORTENED in step.info
             for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
-                if kind in info:
-                    means[kind][actor].append(info[kind])
+                if (value := getattr(step.facts, kind)) is not None:
+                    means[kind][actor].append(value)
 
     # Counts come first, then the means.
     counts: dict[str, float] = {
         "episodes": len(rollouts),
         "episodes/failed": sum(rollout.error is not None for rollout in rollouts),
-        "episodes/retried": sum(meta.get("attempt", 0) for meta in metas),
+        "episodes/retried": sum(rollout.facts.attempt for rollout in rollouts),
         "sampled_tokens": sampled + playout_tokens,
     }
     if playout_tokens:
         counts["playout_tokens"] = playout_tokens
     counts |= {name: count for name, count in shortened.items() if count}
-    for meta in metas:
-        for name, count in (meta.get("mishaps") or {}).items():
+    for rollout in rollouts:
+        for name, count in (rollout.facts.mishaps or {}).items():
             counts[name] = counts.get(name, 0) + count
     finished = [rollout.meta.get("ended") for rollout in rollouts if rollout.error is None]
     if ends := [end for end in finished if end is not None]:

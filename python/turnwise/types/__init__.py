@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, completions, model_calls, training, capabilities, protocols.
+Read in this order: play, facts, completions, model_calls, training, capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
@@ -22,6 +22,7 @@ from turnwise.types.capabilities import (
     capabilities_of,
 )
 from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
+from turnwise.types.facts import INFO_KEYS, META_KEYS, RequestFacts, RolloutFacts, StepFacts
 from turnwise.types.model_calls import (
     ContextLengthError,
     DeadEndError,
@@ -64,6 +65,8 @@ from turnwise.types.training import (
 __all__ = [
     "CHILD",
     "CHILD_ACTORS",
+    "INFO_KEYS",
+    "META_KEYS",
     "OK",
     "PAID_LATER",
     "PAID_OTHERS",
@@ -94,14 +97,17 @@ __all__ = [
     "PolicyVersions",
     "PooledClient",
     "RecoverableClient",
+    "RequestFacts",
     "RewardFunction",
     "Rollout",
+    "RolloutFacts",
     "RoutedClient",
     "RoutedExperts",
     "Sample",
     "Sampling",
     "ScoringClient",
     "Step",
+    "StepFacts",
     "TaskCapabilities",
     "TokenizedClient",
     "Tokenizer",

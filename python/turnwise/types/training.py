@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from turnwise.types.facts import StepFacts
 from turnwise.types.model_calls import FinishReason, PolicyVersions, RoutedExperts
 from turnwise.types.play import GenerateResult
 
@@ -64,6 +65,8 @@ class Sample:
     has_step_reward: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
     """The step's own ``info``."""
+    facts: StepFacts = field(default_factory=StepFacts, kw_only=True)
+    """The step's own ``facts``."""
     root_result: GenerateResult | None = field(default=None, repr=False, compare=False)
     """The result at the top of this call's tree of episodes."""
     allowed: AllowedTokens | None = field(default=None, repr=False, compare=False)

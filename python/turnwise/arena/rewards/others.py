@@ -20,7 +20,7 @@ def pay_others(paths: Sequence[Sequence[Step]]) -> None:
     yet gets nothing.
     """
     owed: dict[int, list[float]] = {}
-    steps = {id(step): step for path in paths for step in path if "env_response" in step.info}
+    steps = {id(step): step for path in paths for step in path if step.facts.env_response is not None}
     for path in paths:
         amounts = {id(step): 0.0 for step in path if id(step) in steps}
         latest: dict[str, int] = {}
