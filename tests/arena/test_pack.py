@@ -23,7 +23,7 @@ def step(actor="a", completion=(5, 6, 0), **changes):
     tokens = list(completion)
     fields = {
         "reward": 1.0,
-        "info": {"temperature": 0.7},
+        "facts": StepFacts(temperature=0.7),
         "policy_versions": [(1, 4), (len(tokens) - 1, 3)],
         "finish_reason": "stop",
     } | changes

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.credit import ATGRPOCredit, VineCredit
 from turnwise.samples.collect import collect_samples
-from turnwise.types import GenerateResult, Rollout, Step, StepFacts
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Step, StepFacts
 from turnwise.types.facts import separate
 
 
