@@ -35,6 +35,9 @@ from turnwise.utils.signals import exits_as_errors
 BETTER_ANSWER = "This answer to the task above earned more reward than others:\n{hint}\n\nAnswer the task yourself."
 """Text that a teacher sees after the prompt with ``hint="best"``; ``{hint}`` is the better answer."""
 
+TOKENS = "token_advantages"
+"""Key of ``step.info``: the advantages of the step's tokens."""
+
 Hint = Literal["none", "best", "episode"]
 
 
@@ -89,14 +92,14 @@ class Distillation:
                 )
 
     async def score(self, arena: Any, results: Sequence[GenerateResult]) -> None:
-        """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.facts``."""
+        """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.info``."""
         # Log-probs under a grammar are those over the allowed tokens, so no teacher's can be compared with them.
         free = [sample for sample in collect_samples(results) if sample.facts.grammar is None]
         samples = [sample for sample in free if sample.actor in self.teachers]
         steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
         if not self.scores:
             for sample in samples:
-                sample.facts.token_advantages = [0.0] * len(sample.completion_token_ids)
+                steps[sample.rollout_id][sample.step_index].info[TOKENS] = [0.0] * len(sample.completion_token_ids)
             return
         hints = await self._hints(arena, results, samples)
         taught: list[tuple[Sample, Step]] = []
@@ -119,7 +122,7 @@ class Distillation:
         for (sample, step), teacher_logprobs in zip(taught, scores, strict=True):
             gains = [t - s for t, s in zip(teacher_logprobs, sample.rollout_logprobs, strict=False)]
             unscored = len(sample.completion_token_ids) - len(gains)
-            step.facts.token_advantages = [self.coef * gain for gain in gains] + [0.0] * unscored
+            step.info[TOKENS] = [self.coef * gain for gain in gains] + [0.0] * unscored
             step.facts.teacher_kl = -sum(gains) / len(gains)
 
     async def _hints(
@@ -154,7 +157,7 @@ class Distillation:
         for sample in samples:
             if sample.actor in self.teachers:
                 steps[sample.rollout_id][sample.step_index].advantage = 0.0
-                if sample.facts.token_advantages is None:
+                if TOKENS not in sample.info:
                     causes[sample.rollout_id, sample.step_index] = "untaught"
         return causes
 

@@ -74,7 +74,7 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         step.info,
         top,
         None,
-        step.facts.token_advantages,
+        step.info.get("token_advantages"),
         facts=step.facts,
         attempt_id=rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
     )

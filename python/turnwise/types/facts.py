@@ -19,6 +19,7 @@ INFO_KEYS = {
     "rewards": "set by an episode for the rule gdpo: rewards by name",
     "state": "set by an episode for the rule gigpo: the anchor state",
     "loss_mask": "set by an episode: 1 for each token of the completion that trains, else 0",
+    "token_advantages": "set by an episode or by a teacher: what to add to the advantages of the tokens",
     "token_rewards": "the rewards of the tokens",
     "invalid_action": "the reason why the completion is no valid action",
     "shortened": "true if the chat was shortened to fit into the context",
@@ -64,6 +65,9 @@ class _Facts:
             if (value := getattr(self, name)) is not default and (default is None or value != default)
         }
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.known().items())})"
+
     def __getstate__(self) -> dict[str, Any]:
         return self.known()
 
@@ -90,7 +94,7 @@ class Match(TypedDict):
     match: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class StepFacts(_Facts):
     """What turnwise notes of one model call.
 
@@ -138,13 +142,11 @@ class StepFacts(_Facts):
     """What the completion lost as it came close to its token limit."""
     raw_reward: float | None = None
     """Reward of the step before that penalty."""
-    token_advantages: list[float] | None = None
-    """A teacher's advantages of the tokens."""
     teacher_kl: float | None = None
     """Mean of the tokens' log-probabilities minus the teacher's."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class RequestFacts(_Facts):
     """What turnwise notes of a request, and of the rollout of its episode.
 
@@ -159,7 +161,7 @@ class RequestFacts(_Facts):
     """The match that a league set up."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class RolloutFacts(RequestFacts):
     """What turnwise notes of one episode, with the facts of its request.
 

@@ -174,7 +174,7 @@ class EpisodeRecord:
             call = {"$dataclass": [kind, {**parts, "facts": None}]}
         step = self.decode(call)
         if isinstance(step, Step):
-            step = {field.name: getattr(step, field.name) for field in fields(Step)}
+            step = {field.name: getattr(step, field.name) for field in fields(Step) if field.name != "facts"}
         return RecordedCall(number, step, error, said.get("text_only", False), seen=False)
 
     @property
