@@ -144,6 +144,9 @@ class StepFacts(_Facts):
     """Reward of the step before that penalty."""
     teacher_kl: float | None = None
     """Mean of the tokens' log-probabilities minus the teacher's."""
+    ledger: list[list[Any]] | None = None
+    """What changed the reward or the advantage, in order: ``[what, name, before, after]``, ``what`` is ``"reward"`` or
+    ``"advantage"``."""
 
 
 @dataclass(slots=True, repr=False)
@@ -192,6 +195,8 @@ class RolloutFacts(RequestFacts):
     """Number of the tree's selected end; ``None`` if all count."""
     playouts: list[dict[str, Any]] | None = None
     """Returns of the playouts from the first state."""
+    ledger: list[list[Any]] | None = None
+    """What changed the rewards, in order: ``[actor, name, before, after]``."""
 
 
 _DEFAULTS: dict[type, dict[str, Any]] = {

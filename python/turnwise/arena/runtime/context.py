@@ -184,7 +184,9 @@ class EpisodeContext:
         lost += int(old.metrics.get("tree/playout_tokens", 0))
         meta = {key: value for key, value in old.meta.items() if key not in _OF_ONE_ATTEMPT}
         lost += old.facts.lost_tokens
-        facts = replace(old.facts, attempt=attempt, lost_tokens=lost, dropped=None, own_end=None, playouts=None)
+        facts = replace(
+            old.facts, attempt=attempt, lost_tokens=lost, dropped=None, own_end=None, playouts=None, ledger=None
+        )
         fresh = self.branch("", EpisodeState())
         fresh.scope = ""
         fresh.record_key = "" if self.recorder is None else self.recorder.unique_key(f"{self.record_key}~")

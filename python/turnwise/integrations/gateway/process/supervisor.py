@@ -225,10 +225,10 @@ def watch(limits: "dict[str, int | str]", child: int) -> None:
             hidden = held.memory
             broken = disk_beyond(folder, held, int(limits["disk"]), int(limits["files"]))
             next_look = time.monotonic() + max(POLL, 9 * (time.monotonic() - began))
-        if not broken and (most := int(limits["memory"])) and memory_of(processes, hidden, most) > most:
-            # Processes that started, ended or changed while they were counted may count twice, so count once more.
-            if memory_of(descendants_of(os.getpid()), hidden, most) > most:
-                broken = f"more memory than memory_gb={most / 2**30:g}"
+        # Processes that start, end or change while they are counted may count twice, so what is too much counts again.
+        over = (most := int(limits["memory"])) and memory_of(processes, hidden, most) > most
+        if not broken and over and memory_of(descendants_of(os.getpid()), hidden, most) > most:
+            broken = f"more memory than memory_gb={most / 2**30:g}"
         if broken:
             print(f"turnwise: the container used {broken}, and was ended", file=sys.stderr, flush=True)
             kill_group(child, signal.SIGKILL)
