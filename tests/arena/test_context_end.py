@@ -11,7 +11,7 @@ from turnwise.arena import Arena, BatchFailedError, Episode, MultiTurnEpisode, R
 from turnwise.credit import ATGRPOCredit, GRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import SHORTENED, describe
+from turnwise.samples.step_metrics import SHORTENED, describe
 from turnwise.types import Actor, ContextLengthError, EpisodeRequest, GenerateResult
 
 from ..chat.families import chat_tokenizer

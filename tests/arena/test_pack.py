@@ -15,7 +15,8 @@ import torch
 from turnwise.arena import Filters, Rubric, SingleTurnEpisode, drop_stale, pack, select
 from turnwise.credit import ConstantCredit
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import describe, penalize, training_samples, with_zero_counts
+from turnwise.samples.step_metrics import describe, with_zero_counts
+from turnwise.samples.training_samples import penalize, training_samples
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sample, Sampling, Step, StepFacts
 
 

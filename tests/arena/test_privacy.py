@@ -522,8 +522,8 @@ def test_the_arena_checks_the_batch_that_it_builds(make_arena, monkeypatch):
         batch.loss_mask[:] = 1
         return batch
 
-    pack = module.rows.pack
-    monkeypatch.setattr(module.rows, "pack", everything_trains)
+    pack = module.pack
+    monkeypatch.setattr(module, "pack", everything_trains)
     with pytest.raises(LeakError, match="row 0 of the batch"):
         made_batch(make_arena)
 

@@ -21,7 +21,7 @@ from turnwise.arena.runtime.tool_rounds import answer_of
 from turnwise.chat.tools import by_name, schemas, tool_of
 from turnwise.credit import ATGRPOCredit
 from turnwise.inference import ScriptedClient
-from turnwise.samples.pack import with_zero_counts
+from turnwise.samples.step_metrics import with_zero_counts
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest
 
 from ..chat.families import chat_tokenizer

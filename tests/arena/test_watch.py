@@ -13,7 +13,7 @@ import pytest
 from turnwise.arena import MultiTurnEpisode, Rubric, SingleTurnEpisode
 from turnwise.arena.runtime import watch
 from turnwise.inference import ScriptedClient
-from turnwise.samples.pack import describe
+from turnwise.samples.step_metrics import describe
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import TrainConfig, Trainer, build_policies
 from turnwise.types import Actor, EpisodeRequest, EpisodeState

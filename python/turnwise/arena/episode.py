@@ -27,7 +27,7 @@ from turnwise.arena.runtime.tool_rounds import call_with_tools
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import warn_once, watched
 from turnwise.arena.stores.store import ArtifactStore
-from turnwise.samples.pack import SHORTENED
+from turnwise.samples.step_metrics import SHORTENED
 from turnwise.types import (
     ContextLengthError,
     EpisodeRequest,

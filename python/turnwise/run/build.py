@@ -62,7 +62,6 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.model.policy import limit_heads
 from turnwise.train.run_folder import RunLock, check_records
-from turnwise.train.terms.registry import columns_of
 from turnwise.train.terms.teaching import attach_teachers
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
@@ -357,7 +356,6 @@ def arena_for_client(
         task=task,
         rollout=rollout,
     )
-    arena.marks_observations = "observation_mask" in columns_of(config.loss)
     if isinstance(task, SeveralTasks):
         arena.teams = task.teams(actors)
         mixes = {name: one.reward.of_mix() for name, (one, _) in parts_of(config, task).items()}

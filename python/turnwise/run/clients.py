@@ -30,6 +30,7 @@ from turnwise.inference.server.settings import NO_EXPERTS_ON_CPU
 from turnwise.inference.vllm.worker import computes_on_cpu, vllm_or_raise
 from turnwise.inference.weights.sync import SharedTransfer
 from turnwise.run.tinker import check_server
+from turnwise.train.config.features import required, required_options
 from turnwise.train.config.sampling import ServerConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
@@ -88,7 +89,7 @@ def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.M
             device=find_device(config.device),
             max_batch_rows=config.rollout.max_batch_rows,
             in_flight=config.loop.in_flight_updates,
-            routed_experts=config.rollout.routing_replay,
+            **required_options(config),
         )
     except ValueError as error:
         raise ConfigError(f"config key 'rollout.client' = 'transformers': {error}") from error
@@ -100,8 +101,8 @@ def _check_vllm(config: TrainConfig) -> None:
     if server.url is None:
         check_no_links(config.run_dir, config.run_dir / LOGS)  # someone else may have made the folder
         vllm_or_raise()
-        if config.rollout.routing_replay and computes_on_cpu():
-            raise ConfigError(f"config key 'rollout.routing_replay' = true: expected false, as {NO_EXPERTS_ON_CPU}")
+        if (asked := required(config).get("routed_experts")) is not None and computes_on_cpu():
+            raise ConfigError(f"config key {asked!r} = true: expected false, as {NO_EXPERTS_ON_CPU}")
         return
     for urls in _addresses(config, ["default"]):
         try:
@@ -141,9 +142,9 @@ def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) 
             transfer=server.transfer,
             engine_args=rollout.vllm.engine_args,
             grammars=config.gateway.get("structured") == "constrained",
-            routed_experts=rollout.routing_replay,
             logs=config.run_dir / LOGS,
             seed=config.seed,
+            **required_options(config),
         )
     except (ValueError, ServerFailed) as error:
         raise ConfigError(f"config key 'rollout.client' = {rollout.client!r}: {error}") from error
@@ -236,8 +237,8 @@ class Engines:
             in_flight=self._config.loop.in_flight_updates,
             folder=self._folder,
             transfer=transfer_to([url], name, files) if shared is None else shared.lend(joins),
-            routed_experts=self._config.rollout.routing_replay,
             seed=self._config.seed,
+            **required_options(self._config),
         )
 
     def pool(self, engines: Mapping[str, VLLMServerClient], dead_after: float) -> PoolClient:

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from turnwise.inference.common.model_files import read_config
-from turnwise.inference.common.routed_experts import experts_of, watch_routers
+from turnwise.inference.common.routed_experts import experts_of
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
-from turnwise.inference.weights.lora import activated
 from turnwise.train.config.policies import PolicyConfig, sharing
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.model.forward import LAYOUTS
 from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targets, load_model, load_models
-from turnwise.train.model.support import ModelFacts, causal_lm, facts_of
+from turnwise.train.model.support import ModelFacts, facts_of
+from turnwise.train.terms.registry import check_term_models
 
 TRIED = 50_000_000
 """Largest number of weights of a model that a check runs; a larger model is tried when its run starts."""
@@ -88,7 +88,7 @@ def describe_models(config: TrainConfig, tiny: Tiny) -> list[str]:
 def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) -> list[ModelCheck]:
     names = tuple(policies)
     empty = _attached(policies, config, tiny, empty=True)
-    check_routing(config, empty)
+    check_term_models(config, empty)
     model = empty[names[0]]
     facts = facts_of(model, tried=False)
     check = ModelCheck(names, facts, _held(policies, facts, empty, config), tried=False)
@@ -114,25 +114,10 @@ def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) 
     return [ModelCheck(names, facts, check.bytes, True, why_uncached)]
 
 
-def check_routing(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
-    """Raise :class:`ConfigError` if experts are to be replayed in a trained model whose routers can't replay them."""
-    if not config.rollout.routing_replay:
-        return
-    for name in models.keys() & {name for name, policy in config.policies.items() if policy.trainable}:
-        key = "config key 'rollout.routing_replay' = true"
-        lm = causal_lm(activated(models[name]))
-        try:
-            routers = watch_routers(lm)
-        except ValueError as error:
-            raise ConfigError(f"{key}: policy {name!r}: {error}") from error
-        if routers is None:
-            raise ConfigError(f"{key}: policy {name!r} is a dense {type(lm).__name__}: expected a mixture of experts")
-
-
 def check_loaded(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
     """Raise :class:`ConfigError` for settings that don't fit the loaded models."""
     check_targets(models, config.policies)
-    check_routing(config, models)
+    check_term_models(config, models)
     check_critic(config, models)
 
 

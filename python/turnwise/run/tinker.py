@@ -14,6 +14,7 @@ from turnwise.inference.common.hf_model import context_length
 from turnwise.inference.common.http import key_from_environment
 from turnwise.inference.common.model_files import check_sizes, read_config
 from turnwise.inference.tinker import TinkerServer, TinkerServerError, tinker_or_raise
+from turnwise.train.config.features import required
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
@@ -89,8 +90,8 @@ def _unserved(config: TrainConfig, kind: ServerKind) -> Iterator[tuple[str, Any,
             loop.max_staleness,
             "expected 0: an update changes this server's samplers too, so tokens would carry a wrong version",
         )
-    if config.rollout.routing_replay:
-        yield "rollout.routing_replay", True, "the server returns no experts: expected false"
+    for name, key in required(config).items():
+        yield key, True, f"the server returns no {name}: expected false"
     if loop.in_flight_updates:
         yield "loop.in_flight_updates", True, "a request samples with one version of the weights: expected false"
     if config.warm_start.steps:

@@ -34,7 +34,8 @@ from torch import Tensor
 from turnwise.arena import Arena, EpisodeCheckpoints
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import take_counts
-from turnwise.samples.pack import drop_stale, state_of
+from turnwise.samples.pack import drop_stale
+from turnwise.samples.training_samples import state_of
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state

@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, facts, completions, model_calls, training, capabilities, protocols.
+Read in this order: play, facts, completions, model_calls, columns, training, capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
@@ -20,6 +20,13 @@ from turnwise.types.capabilities import (
     TaskCapabilities,
     TokenizedClient,
     capabilities_of,
+)
+from turnwise.types.columns import (
+    AllowedTokens,
+    Column,
+    CompletionColumn,
+    RowColumn,
+    TokenColumn,
 )
 from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
 from turnwise.types.facts import INFO_KEYS, META_KEYS, RequestFacts, RolloutFacts, StepFacts
@@ -53,7 +60,6 @@ from turnwise.types.play import (
     Step,
 )
 from turnwise.types.training import (
-    AllowedTokens,
     CreditAssigner,
     ExplainedCredit,
     GroupedCredit,
@@ -75,6 +81,8 @@ __all__ = [
     "Artifact",
     "CheckedClient",
     "ClientCapabilities",
+    "Column",
+    "CompletionColumn",
     "ContextLengthError",
     "CreditAssigner",
     "CreditCapabilities",
@@ -103,12 +111,14 @@ __all__ = [
     "RolloutFacts",
     "RoutedClient",
     "RoutedExperts",
+    "RowColumn",
     "Sample",
     "Sampling",
     "ScoringClient",
     "Step",
     "StepFacts",
     "TaskCapabilities",
+    "TokenColumn",
     "TokenizedClient",
     "Tokenizer",
     "ToolCall",

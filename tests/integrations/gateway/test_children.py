@@ -25,7 +25,7 @@ from turnwise.integrations.gateway import (
 from turnwise.integrations.gateway.server import standing
 from turnwise.report.credit import result_of
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import describe
+from turnwise.samples.step_metrics import describe
 from turnwise.types import CHILD, EpisodeRequest, ModelError
 
 from ...arena.replaying import play as replay

@@ -14,8 +14,8 @@ from typing import Any
 
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.stages.stage import Stage
-from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples
+from turnwise.samples.training_samples import advantages_of
 from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Sample
 from turnwise.types.protocols import ArenaRuntime
 
@@ -85,7 +85,7 @@ def informative_groups(arena: ArenaRuntime, results: Sequence[GenerateResult]) -
     """Return the questions with a trainable sample of nonzero advantage, in order of first appearance."""
     arena.shape_rewards(results)
     samples = collect_samples(results)
-    advantages = rows.advantages_of(samples, arena.credit, results)
+    advantages = advantages_of(samples, arena.credit, results)
     for sample, advantage in zip(samples, advantages, strict=True):
         sample.advantage = float(advantage)
     informative = [sample for sample in samples if sample.advantage != 0]

@@ -8,13 +8,14 @@ from typing import Any
 from turnwise.arena.stages.stage import Stage
 from turnwise.chat.grammar import GrammarError, allowed_tokens
 from turnwise.types import ClientCapabilities, Grammar, Sample, capabilities_of
+from turnwise.types.columns import ALLOWED
 
 CONSTRAINED = "constrained"
 """Cause for which a call under a grammar does not train."""
 
 
 class GrammarMasks(Stage):
-    """Sets ``allowed`` of samples with a grammar. Under a trainer that can't take it, they don't train."""
+    """Sets the column ``allowed`` of samples with a grammar. Under a trainer that can't take it, they don't train."""
 
     name = "grammar_masks"
     always = True
@@ -40,7 +41,7 @@ class GrammarMasks(Stage):
         if not reason:
             try:
                 tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.facts.grammar)
-                sample.allowed = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
+                sample.columns[ALLOWED] = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
                 return ""
             except GrammarError as error:
                 reason = str(error)

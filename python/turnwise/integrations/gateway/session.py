@@ -48,7 +48,7 @@ ALWAYS = (
     "calls", "extended_rows", "rewritten_rows", "tool_calls/ok", "tool_calls/malformed", "truncated", "aborted",
     "lost_answers",
 )  # fmt: skip
-"""Counts that every actor reports; others are reported where there are any (``samples.pack.with_zero_counts``)."""
+"""Counts that every actor reports; others only where there are any (``samples.step_metrics.with_zero_counts``)."""
 
 _rendering: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 """For each event loop, how many long chats are rendered at once."""

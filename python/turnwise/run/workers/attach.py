@@ -12,6 +12,7 @@ from typing import Any
 from turnwise.arena import Arena, ArtifactStore
 from turnwise.inference.common.http import checked_key
 from turnwise.tasks import Task
+from turnwise.train.config.features import settings_of
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, same
 from turnwise.utils.files import KEY_VARIABLE, MEMBERS
@@ -26,7 +27,8 @@ EPISODE_KEYS = (
 """Sections and keys of a config that determine an episode, in addition to :data:`ROLLOUT_KEYS`."""
 
 ROLLOUT_KEYS = (
-    "branches", "tree", "temperature", "max_tokens", "timeout", "answer_timeout", "check_private", "routing_replay",
+    "branches", "tree", "temperature", "max_tokens", "timeout", "answer_timeout", "check_private",
+    *(name for one in settings_of("rollout") for name in one.model_fields),
 )  # fmt: skip
 """Keys of ``[rollout]`` that determine an episode."""
 

@@ -1,5 +1,5 @@
 """The configuration of a run: sections, defaults, TOML files.
 
-Read in this order: base, schema, sampling, policies, optimization, cluster, changes, toml, nulls.
+Read in this order: base, features, schema, sampling, policies, optimization, cluster, changes, toml, nulls.
 May import: types, utils.
 """

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from turnwise.train.config.base import APPLIES, Change, Effect, Effects, RunFacts, Section, problem, refused
+from turnwise.train.config.features import with_features
 from turnwise.train.config.policies import OptimizerConfig
 
 
@@ -73,6 +74,7 @@ class CriticConfig(Section):
     """GAE's lambda: 1 has no bias, less has less variance."""
 
 
+@with_features("loss")
 class LossConfig(Section):
     """The policy loss, its aggregation, KL term, entropy bonus, importance weights and masks."""
 
@@ -93,15 +95,11 @@ class LossConfig(Section):
     """Entropy per token, in nats, that the coefficient adapts to (https://arxiv.org/abs/2505.22312)."""
     entropy_step: float = Field(default=0.005, gt=0)
     """Change of an adaptive coefficient per step."""
-    observation_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the cross entropy of what came back after an actor's answers (https://arxiv.org/abs/2605.24517)."""
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
     masks: MasksConfig = MasksConfig()
     critic: CriticConfig | None = None
     """A trained critic; by default there is none."""
-    baseline: Literal["credit", "optimal_token"] = "credit"
-    """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
 
     at_resume: ClassVar[Effects] = {"critic": refused("critics train from the start of a run")}
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, model_validator
 
 from turnwise.train.config.base import RunFacts, Section, problem
+from turnwise.train.config.features import with_features
 from turnwise.types.play import MAX_CONCURRENCY
 from turnwise.utils.files import PathText
 
@@ -88,6 +89,7 @@ class PlayLimits(Section):
     """Share of a step's episodes that may fail before the run stops."""
 
 
+@with_features("rollout")
 class RolloutConfig(PlayLimits):
     """Sampling of one step: prompts, group size, branches, the client and its limits."""
 
@@ -112,8 +114,6 @@ class RolloutConfig(PlayLimits):
     """Most completions that the client computes at the same time."""
     check_private: bool = False
     """Stop the run when an actor sees another actor's private text, or would train on its tokens."""
-    routing_replay: bool = False
-    """Route the tokens of an update to the experts that the sampler chose, in a mixture of experts."""
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         config, ahead = run.config, run.config.loop.max_staleness

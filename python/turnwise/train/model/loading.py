@@ -27,8 +27,8 @@ from turnwise.inference.common.model_files import (
     read_model,
     read_tokenizer,
 )
-from turnwise.inference.common.routed_experts import experts_of
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
+from turnwise.train.config.features import FEATURES, term_classes
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, sharing, steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
@@ -212,12 +212,8 @@ def build_policies(
         for name, model in models.items()
     }
     for policy in policies.values():
-        if (
-            config.rollout.routing_replay
-            and policy.trainable
-            and experts_of(policy.forward.lm.config.get_text_config())
-        ):
-            policy.forward.routers()  # now, while its weights are whole
+        for term in term_classes(FEATURES):
+            term().see_whole(policy, config)
     return policies
 
 

@@ -146,7 +146,9 @@ class Policy:
     def reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
         """Return log-probs ``[N]`` under the reference, with its own experts; ``None`` if the policy has none."""
         return (
-            None if self.reference_forward is None else self.reference_forward.read(micro.without_experts()).logprobs_N
+            None
+            if self.reference_forward is None
+            else self.reference_forward.read(micro.for_another_model()).logprobs_N
         )
 
     @torch.no_grad()

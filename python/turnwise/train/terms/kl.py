@@ -12,7 +12,8 @@ from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.ops import KL
-from turnwise.samples.pack import pack, penalize
+from turnwise.samples.pack import pack
+from turnwise.samples.training_samples import penalize
 from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import KLConfig, LossConfig
 from turnwise.train.config.schema import TrainConfig

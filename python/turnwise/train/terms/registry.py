@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
-from importlib import import_module
 from operator import or_
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from turnwise.arena.stages.stage import Stage
+from turnwise.inference.weights.lora import activated
 from turnwise.ops import PolicyLoss, policy_loss
 from turnwise.train.config.base import RunFacts, problem
+from turnwise.train.config.features import FEATURES, required, term_classes
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.policy import Policy
+from turnwise.train.model.support import causal_lm
 from turnwise.train.terms.term import Part, Term
 from turnwise.types import Actor, TrainingBatch
 
@@ -29,20 +32,17 @@ TERMS = (
     "policy_loss:PolicyLossTerm",
     "entropy:EntropyBonus",
     "teaching:TeacherKL",
-    "observations:Observations",
     "critic:Critic",
-    "baseline:OptimalTokenBaseline",
+    *FEATURES,
 )
-"""The terms in their order: modules of this room and their classes. This line is all that registers one."""
+"""The terms in their order: modules of this room and their classes. A line is all that registers one. A term with
+settings of its own has it in :data:`turnwise.train.config.features.FEATURES`."""
 
 
 @cache
 def classes(terms: tuple[str, ...]) -> tuple[type[Term], ...]:
     """Import the classes of a list. Raises ``ValueError`` if two have one name, or for an order that one forbids."""
-    found: list[type[Term]] = []
-    for entry in terms:
-        module, _, name = entry.partition(":")
-        found.append(getattr(import_module(f"turnwise.train.terms.{module}"), name))
+    found: tuple[type[Term], ...] = term_classes(terms)
     places = {term.name: place for place, term in enumerate(found)}
     if len(places) < len(found):
         raise ValueError(f"TERMS={terms}: expected one name for each, got {[term.name for term in found]}")
@@ -51,7 +51,7 @@ def classes(terms: tuple[str, ...]) -> tuple[type[Term], ...]:
         wrong += [other for other in term.before if places.get(other, place) < place]
         if wrong:
             raise ValueError(f"TERMS={terms}: expected {term.name!r} on the other side of {wrong}. Change their order")
-    return tuple(found)
+    return found
 
 
 class Terms:
@@ -178,9 +178,19 @@ def terms_on(config: LossConfig) -> list[Term]:
     return [term for term in Terms().all.values() if term.is_on(config)]
 
 
-def columns_of(config: LossConfig) -> set[str]:
-    """Return the columns of a batch that the terms of ``config`` need."""
-    return {column for term in terms_on(config) for column in term.columns}
+def check_columns(config: TrainConfig, batch: TrainingBatch) -> None:
+    """Raise :class:`ConfigError` for a batch without a column that the client must return."""
+    for name, key in required(config).items():
+        if len(batch) and name not in batch.columns:
+            raise ConfigError(f"config key {key!r} = true: the client returned no {name}: make it with {name}=True")
+
+
+def check_term_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
+    """Raise :class:`ConfigError` for a model that trains and that a term of ``config`` can't take."""
+    trained = [name for name in models if name in config.policies and config.policies[name].trainable]
+    terms, lms = Terms().all.values(), {name: causal_lm(activated(models[name])) for name in trained}
+    if lines := [line for term in terms for name, lm in lms.items() for line in term.model_problems(config, name, lm)]:
+        raise ConfigError("\n".join(lines))
 
 
 def loss_problems(run: RunFacts) -> list[str]:
