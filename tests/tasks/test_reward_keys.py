@@ -114,7 +114,7 @@ def test_the_values_reach_the_arena(table):
 # --- differences by hand ----------------------------------------------------------------------------------------------
 def differences(result):
     assert result.rollout.error is None, result.rollout.error
-    return [(step.actor_id, pytest.approx(step.info["team_difference"])) for step in result.rollout.steps]
+    return [(step.actor_id, pytest.approx(step.facts.team_difference)) for step in result.rollout.steps]
 
 
 async def test_in_a_tree_the_orchestra_mixes_actions(table, questions):

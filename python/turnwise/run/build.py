@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.arena import Arena, Filters
-from turnwise.arena.stages.task_labels import SUCCESS, TASK
+from turnwise.arena.stages.task_labels import SUCCESS
 from turnwise.inference.common.hf_model import limit_head, shortest_context, tokens_of
 from turnwise.run.checks import check_config, check_questions, task_of, tiny_model
 from turnwise.run.clients import build_client
@@ -109,8 +109,8 @@ class Run:
             check_questions(self.config, self.task)
             begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
             asked = starting_questions(self.config, self.task) if begins else []
-            for task in dict.fromkeys(request.meta.get(TASK) for request in asked):
-                own = [request for request in asked if request.meta.get(TASK) == task]
+            for task in dict.fromkeys(request.facts.task for request in asked):
+                own = [request for request in asked if request.facts.task == task]
                 metric = f"{task}/{SUCCESS}" if task in self.config.tasks else self.task.success_metric
                 run_in_program(check_start(self.trainer, own, metric))
             progress = run_in_program(self.trainer.run())
