@@ -15,13 +15,11 @@ from turnwise.arena.arena import Arena
 from turnwise.arena.recording.recorder import ANSWER, ASK, ENDED, EXPIRED, READ, comparable, unique_key
 from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordedCall, RecordError, nodes_of
 from turnwise.arena.rewards.group_rewards import apply_group_scores, with_continuations
-from turnwise.arena.rewards.mix import TURN_FACTOR
 from turnwise.arena.runner import create_context, run_episode
 from turnwise.arena.runtime.concurrency import FailureBudget, stop
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.replay.diff import FirstDifference, token_diff
-from turnwise.samples.ledger import LEDGER
 from turnwise.state.codec import CodecError
 from turnwise.types import (
     ContextLengthError,
@@ -246,7 +244,7 @@ class Replayer:
         for key, recorded in self.record.calls.items():
             step = self.calls[key][1].step if key in self.calls else None
             # Stages changed the recorded reward after the episode.
-            changed = {"overlong_penalty", TURN_FACTOR, LEDGER} & recorded.step["info"].keys()
+            changed = {"overlong_penalty", "turn_factor", "ledger"} & recorded.step["info"].keys()
             if step is None or not recorded.seen or changed:
                 continue
             old, new = recorded.step["reward"], step.reward

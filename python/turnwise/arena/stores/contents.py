@@ -221,7 +221,7 @@ def attempts_of(results: Sequence[GenerateResult], judge: Callable[[Rollout], tu
     rollouts = [
         (id, rollout)
         for rollout in everything
-        if (id := artifact_id(rollout)) is not None and rollout.error is None and "dropped" not in rollout.meta
+        if (id := artifact_id(rollout)) is not None and rollout.error is None and rollout.facts.dropped is None
     ]
     surprises: dict[str, list[float]] = {}
     for id, rollout in rollouts:

@@ -116,7 +116,7 @@ class TreeSearch:
         pay_others([beam.steps for beam in beams])
         if self.sampler.has_many_leaves and any(beam.from_branch is not None for beam in beams):
             _count(root, "tree/ends", len(beams))
-            root.ends, root.rollout.meta["own_end"] = beams, None if self.sampler.select is None else number
+            root.ends, root.rollout.facts.own_end = beams, None if self.sampler.select is None else number
         if self.sampler.select is not None and len(beams) > 1:
             path = {id(step) for step in best.steps}
             for step in root.steps:
@@ -203,12 +203,12 @@ class TreeSearch:
     # -- values of states ----------------------------------------------------------------------------------------------
     async def _estimate_start(self, actions: Sequence[PendingAction]) -> None:
         """Estimate the value of the first state, unless it is a tree node: then its branches give the value."""
-        meta = self.root.rollout.meta
+        facts = self.root.rollout.facts
         first = [action.beam for action in actions if action.beam.last_action is None and action.node is None]
-        if self.sampler.playouts and first and "playouts" not in meta:
+        if self.sampler.playouts and first and facts.playouts is None:
             [beam] = first
             state = StateToValue("start", beam.context, beam.steps, beam.children, acted=False)
-            [meta["playouts"]] = await self.estimator.estimate([state])
+            [facts.playouts] = await self.estimator.estimate([state])
 
     async def _estimate(self, taken: Sequence[Branch]) -> None:
         """Estimate the value of the state after each action."""
@@ -320,7 +320,7 @@ class TreeSearch:
             else:
                 steps, children = self._move_records(scope, beam.from_branch)
                 for child in children:
-                    child.rollout.meta["spawned_by"] = [action.node, index]
+                    child.rollout.facts.spawned_by = [action.node, index]
                 for step in steps:
                     step.branch = index
                     step.tree_node = action.node if step is outcome or ROUND in step.info else None
@@ -374,7 +374,7 @@ def _exclude(steps: Sequence[Step], error: ModelError | None) -> None:
     """Keep the steps of a failed branch out of training. They stay in the log."""
     for step in steps:
         step.trainable = False
-        step.info["error"] = f"{type(error).__name__}: {error}"
+        step.facts.error = f"{type(error).__name__}: {error}"
 
 
 def _count(context: EpisodeContext, name: str, amount: int) -> None:

@@ -13,7 +13,7 @@ from turnwise.chat.messages import ChatError, plain_messages
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Messages
 from turnwise.utils.files import read_json_lines
-from turnwise.utils.values import check_texts
+from turnwise.utils.values import check_texts, problem
 
 _ROW_KEYS = {"messages", "prompt", "completion", "actor"}
 
@@ -76,14 +76,14 @@ class RowReader:
                     raise ConfigError(f"{source}: expected a JSON object, got {json.dumps(data)[:40]!r}")
                 rows += self._rows_of(data, source)
         except OSError as error:
-            raise ConfigError(f"config key 'warm_start.data' = {str(path)!r} can't be read: {error}") from None
+            raise ConfigError(problem("warm_start.data", f"can't be read: {error}", str(path))) from None
         except ConfigError:
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if not rows:
             reasons = self.describe() or ", the file is empty"
-            raise ConfigError(f"config key 'warm_start.data' = {str(path)!r}: no row to learn from{reasons}")
+            raise ConfigError(problem("warm_start.data", f"no row to learn from{reasons}", str(path)))
         return rows
 
     def describe(self) -> str:
