@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from allpairspy import AllPairs
 
-from turnwise.run.checks import check_questions, check_warm_start, resolve_config, task_of
+from turnwise.run.checks import check_warm_start, resolve_config, task_of
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.validate import config_from_dict
 
@@ -40,9 +40,7 @@ def refusal(row: Row, ranks: int = 1) -> str:
         with patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(ranks)} if ranks > 1 else {}):
             config = config_from_dict(config_of(row))
             task = task_of(config)
-            resolved, actors = resolve_config(config, task, problems)
-            with problems.gathered():
-                check_questions(resolved, task)
+            resolved, actors = resolve_config(config, task, problems, trains=True)
             problems.raise_any()
             check_warm_start(resolved, task, actors)
     except ConfigError as error:

@@ -21,7 +21,8 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.update.held_out import HeldOutCheck
 from turnwise.train.update.sft import WarmStart, grouped, warm_start
-from turnwise.train.update.sft_data import Demonstration, SFTRow, SFTRows, fitting
+from turnwise.train.update.sft_data import Demonstration, fitting
+from turnwise.train.update.sft_rows import SFTRow, SFTRows
 from turnwise.types import Actor, EpisodeRequest
 from turnwise.utils.signals import deferred_signals
 

@@ -34,8 +34,6 @@ from turnwise.types import CHILD_ACTORS, OK, ContextLengthError, DeadEndError, M
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.threads import to_thread
 
-CONTINUED = "continued"
-"""Key of ``step.info``: a later prompt of the session continues this answer."""
 LONG = 32_768
 """Bytes of a request, or characters of a chat, from which on it is read and rendered in a thread."""
 LEAST_UNDER_WAY = 64
@@ -300,7 +298,7 @@ class GatewaySession:
         ask, began = call.ask, time.perf_counter()
         prompt = await self.render(seat, ask)
         if prompt.continues is not None:
-            prompt.continues.info[CONTINUED] = True
+            prompt.continues.facts.continued = True
         else:
             carried = partial(seat.carried_in, ask.messages)
             call.carries = await to_thread(carried) if ask.size >= LONG else carried()
@@ -331,7 +329,7 @@ class GatewaySession:
         for failure in sampled:
             if isinstance(failure, BaseException):
                 for step in call.steps:
-                    step.trainable, step.info["lost"] = False, True
+                    step.trainable, step.facts.lost = False, True
                 raise failure
         return [choice for choice in sampled if isinstance(choice, Choice)]
 
@@ -449,7 +447,7 @@ class GatewaySession:
         finish = "length" if response.finish_reason == "length" else "stop" if stopped is None else "stop_string"
         if parsed.good_calls and finish == "stop":
             finish = "tool_calls"
-        first = sum(len(step.info.get("tool_calls", ())) for step in call.steps)
+        first = sum(len(step.facts.tool_calls or ()) for step in call.steps)
         ids_of_calls = tuple(
             f"call_{call.turn}_{call.number}_{first + place}" for place in range(len(parsed.good_calls))
         )
@@ -461,7 +459,7 @@ class GatewaySession:
         if prompt.reused and isinstance(prompt.continues, Step):
             step.info["extends"] = prompt.continues.info["call"]
         if choice.parsed.calls:
-            step.info["tool_calls"] = [made.status for made in choice.parsed.calls]
+            step.facts.tool_calls = [made.status for made in choice.parsed.calls]
         if prompt.rewritten:
             step.info["rewritten"] = prompt.rewritten
         if call.carries is not None:
@@ -565,7 +563,7 @@ class GatewaySession:
         """Decide which answers train, and add the children and the counts to the episode."""
         if self.settings.choices == "continued":
             for step in (step for call in self.calls if call.ask.n > 1 for step in call.steps):
-                step.trainable = step.trainable and CONTINUED in step.info
+                step.trainable = step.trainable and step.facts.continued
         if self.settings.repeats == "continued":
             self._leave_out_lost()
         self.keep_children()
@@ -588,12 +586,12 @@ class GatewaySession:
             if call.resend is not None and call.steps:
                 alike.setdefault((call.actor, call.resend), []).append(call)
         for calls in alike.values():
-            went_on = [call for call in calls if any(CONTINUED in step.info for step in call.steps)]
+            went_on = [call for call in calls if any(step.facts.continued for step in call.steps)]
             for call in calls:
                 if call not in went_on and any(call.ended and call.ended <= later.started for later in went_on):
                     self.seats[call.actor].counts["lost_answers"] += 1
                     for step in call.steps:
-                        step.trainable, step.info["lost"] = False, True
+                        step.trainable, step.facts.lost = False, True
 
     def report(self) -> None:
         """Add the counts to the metrics of the rollout."""

@@ -23,7 +23,7 @@ from turnwise.inference.common.routed_experts import NO_RECORD, Routers, experts
 from turnwise.train.config.base import Section
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
-from turnwise.types import Column, GenerateResult, RoutedExperts, Sample
+from turnwise.types import Column, GenerateResult, Sample
 from turnwise.types.columns import Places, Stream
 
 NAME = "routed_experts"
@@ -128,7 +128,7 @@ class ExpertsToReplay(Stage):
 
     def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
         for sample in samples:
-            if isinstance(experts := sample.info.get(NAME), RoutedExperts):
+            if (experts := sample.facts.routed_experts) is not None:
                 sample.columns[NAME] = RowExperts(experts)
         return {}
 
