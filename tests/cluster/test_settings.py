@@ -10,7 +10,7 @@ import pytest
 from turnwise.cluster.commands import commands_of
 from turnwise.cluster.placement import Role
 from turnwise.cluster.supervisor import Place
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.toml import ConfigError, parse_settings
 from turnwise.train.validate import config_from_dict, contradictions
 

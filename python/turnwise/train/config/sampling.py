@@ -13,7 +13,7 @@ from pydantic import Field, PlainValidator, model_validator
 from turnwise.arena import TreeSampler
 from turnwise.credit import registry
 from turnwise.credit.columns import needs_several_attempts
-from turnwise.train.config.base import RunFacts, Section, trial
+from turnwise.settings.section import RunFacts, Section, trial
 from turnwise.train.config.features import required, with_features
 from turnwise.types import CreditCapabilities, capabilities_of
 from turnwise.types.play import MAX_CONCURRENCY

@@ -20,7 +20,7 @@ import torch
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.inference.common.routed_experts import NO_RECORD, Routers, experts_of, replaying, watch_routers
-from turnwise.train.config.base import Section
+from turnwise.settings.section import Section
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
 from turnwise.types import Column, GenerateResult, Sample
