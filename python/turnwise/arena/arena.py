@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import random
@@ -183,10 +184,13 @@ class Arena(ArenaSetup):
                 self.labels.label(results)
             return results
         pairs = zip(requests, contexts, strict=True)
-        running = run_limited([partial(run_episode, self, *pair, failures) for pair in pairs], concurrency)
+        limited = run_limited([partial(run_episode, self, *pair, failures) for pair in pairs], concurrency)
+        running = list(map(asyncio.create_task, limited))
         if parent is None:
             with self.episode_counter.batch(len(running)) as ended:
-                results = await gather_or_cancel(running, ended)
+                for task in running:
+                    task.add_done_callback(lambda task: ended())
+                results = await gather_or_cancel(running)
         else:
             results = await gather_or_cancel(running)
         await score_groups(self, results, contexts, parent, failures)

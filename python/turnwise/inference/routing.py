@@ -52,6 +52,9 @@ class RoutingClient(ClientBase):
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order. Raises clients' errors; ``ValueError`` for unknown policies."""
+        chosen = [policy_of(self.clients, request.policy) for request in requests]
+        if len({*map(id, chosen)}) == 1:  # the usual case, which needs no further task
+            return await chosen[0].generate(requests)
         return await self._shared_out(
             requests, lambda client, share: client.generate([requests[index] for index in share])
         )

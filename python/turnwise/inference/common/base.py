@@ -96,7 +96,13 @@ class GatedClient(ClientBase):
             self._check(request)
         if self._closed:
             raise ModelError("the client is closed")
+        if self._thread.runs_here():  # in a pool that shares the thread
+            return await self._through_gate(requests)
         return await self._result(self._thread.submit(self._through_gate(requests)))
+
+    def share_thread(self, name: str) -> LoopThread:
+        """Return the client's thread for another user, ``name``, who stops it separately."""
+        return self._thread.share(name)
 
     async def pause(self) -> None:
         """Hold back new requests, and return once none runs. Requests wait until :meth:`resume`."""

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.inference.common.base import GatedScoringClient, gather_all
+from turnwise.inference.common.base import GatedClient, GatedScoringClient, gather_all
 from turnwise.inference.common.http import LoopThread
 from turnwise.inference.pool.engine import EngineFailed, EngineLimits, PoolEngine, PrefixRouter, Router, WeightSnapshot
 from turnwise.inference.weights.load import collect_weights
@@ -85,7 +86,10 @@ class PoolClient(GatedScoringClient):
             raise ValueError(f"wait={wait!r}: expected seconds >= 0")
         if attempts < 1:
             raise ValueError(f"attempts={attempts!r}: expected at least 1")
-        super().__init__(LoopThread("turnwise-pool"))
+        alone = next(iter(engines.values())) if len(engines) == 1 else None
+        name = "turnwise-pool"
+        super().__init__(alone.share_thread(name) if isinstance(alone, GatedClient) else LoopThread(name))
+        self._stop_thread = weakref.finalize(self, self._thread.stop)
         self._limits, self._wait, self._attempts = EngineLimits(timeout, dead_after), wait, attempts
         self._keeps = keeps_weights
         self._random = random.Random()  # the global generator belongs to the run
@@ -149,7 +153,7 @@ class PoolClient(GatedScoringClient):
         try:
             await asyncio.wrap_future(self._thread.submit(self._end()))
         finally:
-            await to_thread(self._thread.stop)
+            await to_thread(self._stop_thread)
 
     # -- engines that come and go --------------------------------------------------------------------------------------
     def join(self, name: str, client: InferenceClient) -> None:
@@ -214,8 +218,9 @@ class PoolClient(GatedScoringClient):
                 await asyncio.sleep(max(pause * self._random.uniform(0.5, 1.0), failed[engine.name].seconds))
                 pause = min(2 * pause, LONGEST_WAIT)
                 engine = await self._choose(request, failed, unable)
+            answer = asyncio.ensure_future(engine.client.generate([request]))
             try:
-                return await engine.ask(request)
+                return await engine.wait_for(answer, request)
             except EngineFailed as error:
                 failed[engine.name] = error
                 engine.counts["retries"] += 1
