@@ -13,8 +13,8 @@ import pytest
 
 from turnwise.chat.continuation import Conversations
 from turnwise.integrations.gateway import AgentEpisode, Gateway, server, session
-from turnwise.integrations.gateway.server import standing
-from turnwise.integrations.gateway.session import LONG
+from turnwise.integrations.gateway.service.standing import standing
+from turnwise.integrations.gateway.sessions.limits import LONG
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import openai_chat
 

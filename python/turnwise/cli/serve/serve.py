@@ -86,7 +86,7 @@ def serve_run(options: argparse.Namespace) -> int:
 
 async def _serve(run: Run, key: str, options: argparse.Namespace) -> None:
     try:
-        from turnwise.integrations.gateway.server import standing
+        from turnwise.integrations.gateway.service.standing import standing
     except ImportError as error:
         raise ImportError("serving a run needs aiohttp: pip install 'turnwise[gateway]'") from error
     from turnwise.integrations.gateway.settings import GatewaySettings

@@ -17,7 +17,7 @@ from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.inference.common.proxies import proxy_variables
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import Model
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.state import to_python
 from turnwise.types import EpisodeState, GenerateResult
 from turnwise.types.protocols import ArenaForHooks

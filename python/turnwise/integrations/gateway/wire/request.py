@@ -119,7 +119,7 @@ class ToolChoice:
 
 
 @dataclass(slots=True)
-class Ask:
+class ParsedRequest:
     """A request in the terms of turnwise. ``None`` means that the agent left it to the actor's settings."""
 
     messages: Messages
@@ -179,8 +179,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """The answer to one :class:`Ask`: its choices, and the counts of its tokens."""
+class CompletedRequest:
+    """The answer to one :class:`ParsedRequest`: its choices, and the counts of its tokens."""
 
     id: str
     created: int
