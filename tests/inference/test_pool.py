@@ -16,7 +16,8 @@ from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.pool import client as pool_client
 from turnwise.inference.pool.engine import REMEMBERED, PrefixRouter
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
+from turnwise.inference.weights.shared_transfer import SharedTransfer
+from turnwise.inference.weights.sync import SharedMemoryTransfer
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
 
 from .fake_server import Hang, Say, faking

@@ -8,11 +8,9 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from torch import Tensor, nn
@@ -31,8 +29,8 @@ from turnwise.inference.common.base import (
 )
 from turnwise.inference.common.hf_model import tokens_of
 from turnwise.inference.common.http import Endpoint, EndpointError, reading
-from turnwise.inference.common.proxies import is_loopback
 from turnwise.inference.server.launch import LOAD
+from turnwise.inference.server.policies import describe_policies
 from turnwise.inference.server.remote import (
     GENERATE,
     MAX_GENERATED,
@@ -44,11 +42,9 @@ from turnwise.inference.server.remote import (
     read_scores,
     sampling_error,
 )
-from turnwise.inference.weights.load import check_weights, collect_weights, shapes_of
-from turnwise.inference.weights.lora import AdaptedModel, AdapterFiles, full_weights
-from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
-from turnwise.inference.weights.weight_block import WeightHandle
-from turnwise.inference.weights.wire import LOOPBACK, address_towards
+from turnwise.inference.weights.load import check_weights, collect_weights
+from turnwise.inference.weights.sync import transfer_to
+from turnwise.inference.weights.weight_block import WeightHandle, WeightTransfer
 from turnwise.types import (
     ClientCapabilities,
     ModelError,
@@ -59,23 +55,6 @@ from turnwise.types import (
     Tokenizer,
 )
 from turnwise.utils.threads import to_thread
-
-
-@dataclass(slots=True)
-class _ServedPolicy:
-    """A policy of a server, as its client describes it.
-
-    ``base_shapes`` and ``adapter_shapes`` must fit its weights; both are empty for a policy that takes no weights.
-    ``served`` is the server's name for it, ``None`` for the server's own model.
-    """
-
-    served: str | None = None
-    config: Any = None
-    dtype: str = ""
-    base_shapes: dict[str, Tensor] = field(default_factory=dict)
-    adapter_shapes: dict[str, Tensor] = field(default_factory=dict)
-    adapter: AdapterFiles | None = None
-    version: int = 0
 
 
 class VLLMServerClient(GatedScoringClient):
@@ -138,7 +117,7 @@ class VLLMServerClient(GatedScoringClient):
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         named = isinstance(transfer, str)
         self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
-        self._policies, base = _describe(models, place, self._mark)
+        self._policies, base = describe_policies(models, place, self._mark)
         self._server = RemoteServer(self._endpoint, self._mark, in_flight, tokens_of(tokenizer) or math.inf)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
@@ -400,52 +379,3 @@ PEAKS = ("running", "waiting", "kv_cache_use")
 
 LOAD_SECONDS = 5.0
 """The most seconds in which a server must report its engine's load."""
-
-
-def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> WeightTransfer:
-    """Make the transfer ``name`` to the servers at ``urls``, with ``folder`` as in :class:`VLLMServerClient`."""
-    if folder is not None and name not in ("auto", "safetensors", "gloo", "nccl"):
-        raise ValueError(
-            f"transfer={name!r}: expected 'auto', 'safetensors', 'gloo' or 'nccl' with folder={str(folder)!r}"
-        )
-    if folder is not None and name in ("auto", "safetensors"):
-        return SafetensorsTransfer(folder)
-    hosts = [urlsplit(url).hostname or "" for url in urls]
-    others = [host for host in hosts if not is_loopback(host)]
-    if name == "auto" and others:
-        name = "gloo"
-    # The address towards another host is one that this host's own servers reach too.
-    return make_transfer(name, address_towards([*others, *hosts][0]) if name in ("gloo", "nccl") else LOOPBACK)
-
-
-def _describe(models: Mapping[str, Any], folder: Path, mark: str) -> tuple[dict[str, _ServedPolicy], dict[str, Tensor]]:
-    """Describe the policies of ``models``, and write their adapters to files below ``place``, in folders with ``mark``.
-
-    Also returns the weights of their common base. Raises ``ValueError`` for more than one base.
-    """
-    policies: dict[str, _ServedPolicy] = {}
-    bases: dict[int, dict[str, Tensor]] = {}
-    shapes: dict[int, dict[str, Tensor]] = {}
-    for name, model in models.items():
-        if not isinstance(model, nn.Module):
-            policies[name] = _ServedPolicy(served=model)
-            continue
-        plain: Any = model.shared.model if isinstance(model, AdaptedModel) else model
-        if id(plain) not in bases:
-            bases[id(plain)] = full_weights(model)
-            shapes[id(plain)] = shapes_of(bases[id(plain)])
-        dtype = next(tensor.dtype for tensor in bases[id(plain)].values() if tensor.is_floating_point())
-        state = policies[name] = _ServedPolicy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
-        state.base_shapes = shapes[id(plain)]
-        if isinstance(model, AdaptedModel) and model.name is not None:
-            state.served = f"{name}-{mark}"
-            state.adapter_shapes = shapes_of(model.state_dict())
-            state.adapter = AdapterFiles(state.served, folder / f"{name}-{mark}", model.shared.configs[model.name])
-            state.adapter.write(model.state_dict())
-    if len(bases) > 1:
-        names = [name for name, policy in policies.items() if policy.base_shapes]
-        raise ValueError(
-            f"policies {', '.join(map(repr, names))} have {len(bases)} bases: expected one per server. Give each "
-            "base a server and a client, and join them by a RoutingClient"
-        )
-    return policies, next(iter(bases.values()), {})

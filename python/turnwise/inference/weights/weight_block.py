@@ -11,7 +11,7 @@ import json
 import secrets
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,21 @@ WeightHandle = Mapping[str, Any]
 
 class TransferError(RuntimeError):
     """Raised if weights can't be stored, or if a handle's weights are not those that its sender stored."""
+
+
+class WeightTransfer(Protocol):
+    """The trainer's side. One sender holds one set of weights; ``send`` replaces the previous set."""
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Store ``weights`` (any dtype, device and strides; tied ones once), and return their handle.
+
+        Raises :class:`TransferError` if there is no room. The previous weights may then be lost too.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the memory or files of the weights. May be called again."""
+        ...
 
 
 class BlockWriter:
