@@ -228,8 +228,8 @@ def test_filters_and_the_overlong_penalty_reach_the_arena(tmp_path):
     run = build_run(
         config_of(tmp_path, filter=filters, reward=reward, warm_start={"steps": 0}, credit={"rule": "grpo"})
     )
-    assert run.arena.filters == Filters(**filters) and run.arena.overlong == OverlongPenalty(5, 0.25)
-    assert build_run(config_of(tmp_path / "plain", warm_start={"steps": 0})).arena.overlong is None
+    assert run.arena.filters == Filters(**filters) and run.arena.stages["overlong"] == OverlongPenalty(5, 0.25)
+    assert "overlong" not in build_run(config_of(tmp_path / "plain", warm_start={"steps": 0})).arena.stages
 
 
 @pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.slow), 2])

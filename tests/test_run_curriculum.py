@@ -46,7 +46,7 @@ def test_a_resumed_run_draws_the_same_questions(tmp_path, ahead):
     parts = train_from_config(config_of(tmp_path / "parts", steps=5, **changes))
     lines = lines_of(tmp_path / "whole")
     assert lines == lines_of(tmp_path / "parts") and drawn_in(tmp_path / "whole") == drawn_in(tmp_path / "parts")
-    assert whole.arena.state_dict()["curriculum"] == parts.arena.state_dict()["curriculum"]
+    assert whole.arena.state_dict()["stages"] == parts.arena.state_dict()["stages"]
     first, second = (dict(run.trainer.policies["default"].all_weights()) for run in (whole, parts))
     assert equal(first, second)
     seen = [line["curriculum/seen"] for line in lines]
@@ -59,7 +59,7 @@ def test_a_resumed_run_draws_the_same_questions(tmp_path, ahead):
 
 def test_a_run_without_a_curriculum_has_none(tmp_path):
     run = build_run(config_of(tmp_path / "run", warm_start={"steps": 0}))
-    assert run.arena.curriculum is None and run.arena.state_dict()["curriculum"] is None
+    assert "curriculum" not in run.arena.stages and run.arena.state_dict()["stages"] == {}
     [request, *_] = run.arena.get_batch()
     assert request.meta == {} and request == run.task.requests(1, 2, 1)[0]
 
@@ -71,7 +71,7 @@ def test_a_run_without_a_curriculum_has_none(tmp_path):
             {"task": "kuhn_poker", "curriculum": LEARNABLE},
             r"'curriculum.sampling' = 'learnability': task 'kuhn_poker' has",
         ),
-        ({"curriculum": {"sampling": "learnability"}}, r"'curriculum.pool' = unset: task 'sudoku' draws .*a number"),
+        ({"curriculum": {"sampling": "learnability"}}, r"'curriculum.pool': task 'sudoku' draws .*a number"),
         (
             {"task": "proposer_solver", "curriculum": LEARNABLE},
             r"makes its own questions: expected curriculum.sampling",

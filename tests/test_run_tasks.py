@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from turnwise.arena.task_labels import TaskLabels
+from turnwise.arena.stages.task_labels import TaskLabels
 from turnwise.replay.replay import replay
 from turnwise.report.credit import compare_credit
 from turnwise.report.read import read_run
@@ -48,7 +48,7 @@ def test_a_run_of_three_tasks_resumes_with_the_same_bits(tmp_path):
     lines = lines_of(tmp_path / "whole")
     assert lines == lines_of(tmp_path / "parts")
     first, second = (dict(run.trainer.policies["default"].all_weights()) for run in (whole, parts))
-    assert equal(first, second) and whole.arena.state_dict()["curriculum"] == parts.arena.state_dict()["curriculum"]
+    assert equal(first, second) and whole.arena.state_dict()["stages"] == parts.arena.state_dict()["stages"]
     assert set(whole.arena.state_dict()["credit"]) == {"easy"}
     # Shares of 4 questions by weights 1, 2 and 1, in each step; metrics by task, which add up.
     for line in lines[1:]:
@@ -110,7 +110,7 @@ def test_what_is_sampled_and_what_trains_is_counted_by_task():
     labels = TaskLabels({"a": "x", "b": "x"}, {"a": 0.25, "b": 0.75})
     a, b = played("a", 4, 5, 3), played("b", 2, 2)
     masked = sample(a, 5, -1.0, loss_mask=[1, 1, 0, 0, 0])
-    assert labels.count([sample(a, 4, 1.0), masked, sample(b, 2, 2.0)], [a, b]) == {
+    assert labels.selected(None, [a, b], [sample(a, 4, 1.0), masked, sample(b, 2, 2.0)]) == {
         "a/episodes": 1, "a/sampled_tokens": 12, "a/samples": 2, "a/tokens": 6,
         "b/episodes": 1, "b/sampled_tokens": 4, "b/samples": 1, "b/tokens": 2,
     }  # fmt: skip

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from turnwise.arena import Arena, Filters
-from turnwise.arena.curriculum import CURRICULUM, Curriculum
+from turnwise.arena.stages.curriculum import CURRICULUM, Curriculum, CurriculumStage
 from turnwise.credit import GRPOCredit
 from turnwise.types import EpisodeRequest, GenerateResult, Rollout
 
@@ -175,7 +175,7 @@ class Drawing(Arena):
 
     def get_batch(self):
         self.draws += 1
-        return self.curriculum.draw(self.batches - 1, self.draws, 2, 2)
+        return self.stages.questions(self, self.draws, 2, 2)
 
 
 def test_extra_batches_draw_from_the_same_rates_and_are_learned_from(make_arena):
@@ -187,7 +187,7 @@ def test_extra_batches_draw_from_the_same_rates_and_are_learned_from(make_arena)
         filters=Filters(dynamic_sampling_rounds=2),
         episodes=[Guess()],
     )
-    arena.curriculum = curriculum_of("abcdefgh")
+    arena.add_stage(CurriculumStage(curriculum_of("abcdefgh")))
     batch = asyncio.run(arena.step())
     assert batch.metrics["extra_batches"] == 2 and batch.metrics["resampled_groups"] == 4
     notes = [result.rollout.meta[CURRICULUM] for result in arena.last_results]
@@ -200,7 +200,8 @@ def test_extra_batches_draw_from_the_same_rates_and_are_learned_from(make_arena)
     drawn = [note["p"] for note in notes if "p" in note]
     assert second.metrics.get("curriculum/drawn_p", 1.0) == 1.0 and set(drawn) <= {1.0}
     assert {note["batch"] for note in notes} == {1}
-    assert len(saved["curriculum"]["questions"]) + len(saved["curriculum"]["recent"][0][1]) == 12
+    state = saved["stages"]["curriculum"]
+    assert len(state["questions"]) + len(state["recent"][0][1]) == 12
 
 
 def test_the_order_of_the_pool_changes_no_draw():

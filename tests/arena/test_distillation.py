@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from turnwise.arena import Distillation
-from turnwise.arena.distillation import BETTER_ANSWER
 from turnwise.arena.runtime.watch import take_counts
+from turnwise.arena.stages.distillation import BETTER_ANSWER
 from turnwise.credit import GRPOCredit
 from turnwise.inference import OpenAIClient, RoutingClient
-from turnwise.types import EpisodeRequest, ScoringClient
+from turnwise.types import Actor, EpisodeRequest, ScoringClient
 
 from .conftest import FakeClient
 from .helpers import Guess
@@ -37,7 +39,7 @@ def taught(make_arena):
         left = iter(answers)
         arena.client = TeachingClient(lambda prompt, request: next(left))
         arena.source = lambda: [EpisodeRequest("guess", "a digit", group_id="q") for _ in answers]
-        arena.distillation = Distillation(teachers={"solver": "big"}, **options)
+        arena.add_stage(Distillation(teachers={"solver": "big"}, **options))
         return arena
 
     return make
@@ -68,7 +70,7 @@ async def test_an_actor_without_a_teacher_keeps_its_advantages(taught, make_aren
     plain = make_arena(lambda prompt, request: next(left), episodes=[Guess()], credit=GRPOCredit())
     plain.source = lambda: [EpisodeRequest("guess", "a digit", group_id="q") for _ in ANSWERS]
     other = taught()
-    other.distillation = Distillation(teachers={"nobody": "big"})
+    other.add_stage(Distillation(teachers={"nobody": "big"}))
     batches = [await plain.step(), await other.step()]
     assert batches[1].token_advantages is None and other.client.scored == []
     np.testing.assert_array_equal(batches[0].advantages, batches[1].advantages)
@@ -143,19 +145,23 @@ async def test_calls_under_a_grammar_have_no_teacher(taught, scores):
 
 
 def test_teachers_that_can_not_teach_are_refused():
-    client, actors = TeachingClient(), {"solver": "default"}
+    client = TeachingClient()
+
+    def attach(distillation, client):
+        distillation.attach(SimpleNamespace(actors={"solver": Actor("solver")}, client=client), None)
+
     assert isinstance(client, ScoringClient)
-    Distillation(teachers={"solver": "big"}).check(actors, client)
-    Distillation(teachers={"solver": "default"}, hint="best").check(actors, client)
+    attach(Distillation(teachers={"solver": "big"}), client)
+    attach(Distillation(teachers={"solver": "default"}, hint="best"), client)
     with pytest.raises(ValueError, match=r"'solver' is taught by its own policy 'default'.*or a hint"):
-        Distillation(teachers={"solver": "default"}).check(actors, client)
+        attach(Distillation(teachers={"solver": "default"}), client)
     with pytest.raises(ValueError, match=r"expected actors, \['solver'\], got 'nobody'"):
-        Distillation(teachers={"nobody": "big"}).check(actors, client)
+        attach(Distillation(teachers={"nobody": "big"}), client)
     with pytest.raises(ValueError, match=r"teacher 'big' of actor 'solver': FakeClient can't score tokens"):
-        Distillation(teachers={"solver": "big"}).check(actors, FakeClient())
+        attach(Distillation(teachers={"solver": "big"}), FakeClient())
     routed = RoutingClient({"default": client, "big": FakeClient()})
     with pytest.raises(ValueError, match=r"teacher 'big' of actor 'solver': FakeClient can't score"):
-        Distillation(teachers={"solver": "big"}).check(actors, routed)
+        attach(Distillation(teachers={"solver": "big"}), routed)
     assert not isinstance(OpenAIClient, ScoringClient)
     for wrong in ({"coef": 0}, {"hint": "worst"}):
         with pytest.raises(ValueError, match=r"(coef=0|hint='worst'): expected"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.arena import Arena, MultiTurnEpisode, Rubric
+from turnwise.arena import Arena, MultiTurnEpisode, Rubric, Stage
 from turnwise.credit import RAECredit
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import ByteTokenizer
@@ -75,11 +75,13 @@ async def test_unknown_seats_and_policies_are_refused(arena):
 
 
 async def test_the_seating_has_the_last_word_and_is_saved_with_the_arena(arena):
-    class Seating:
+    class Seating(Stage):
+        name = "seating"
+
         def __init__(self):
             self.count = 0
 
-        async def seat(self, requests):
+        async def draw(self, arena, requests):
             self.count += 1
             return [EpisodeRequest("duel", f"{request.artifact}{self.count}") for request in requests]
 
@@ -89,12 +91,12 @@ async def test_the_seating_has_the_last_word_and_is_saved_with_the_arena(arena):
         def load_state_dict(self, state):
             self.count = state["count"]
 
-    arena.source, arena.opponent_assignment = lambda: [EpisodeRequest("duel", "a")], Seating()
+    arena.source, seating = lambda: [EpisodeRequest("duel", "a")], arena.add_stage(Seating())
     await arena.step()
     assert arena.last_results[0].rollout.artifact == "a1"
     state = arena.state_dict()
     await arena.step()
     arena.load_state_dict(state)
-    assert arena.opponent_assignment.count == 1
+    assert seating.count == 1
     await arena.evaluation().generate_rollouts(arena.source())
-    assert arena.opponent_assignment.count == 1, "an evaluation is played as it was asked for"
+    assert seating.count == 1, "an evaluation is played as it was asked for"

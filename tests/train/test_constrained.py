@@ -194,7 +194,7 @@ def test_without_the_masks_the_trainer_would_be_wrong(tmp_path: Path, monkeypatc
 
 def test_rows_that_the_trainer_cannot_take_are_counted(tmp_path: Path) -> None:
     trainer, arena, _ = trainer_of(tmp_path)
-    arena.constrained_unsupported_reason = "it can't"
+    arena.stages["grammar_masks"].unsupported = "it can't"
     with pytest.warns(RuntimeWarning, match="do not train: it can't"):
         metrics, batches = trained(trainer, arena)
     for _, batch in batches:

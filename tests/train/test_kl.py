@@ -90,7 +90,7 @@ def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
     learner = LocalLearner({"default": policy, "frozen": frozen}, TrainConfig(update={"micro_batch_tokens": 12}))
     config = KLConfig(coef=0.25, apply_to="reward")
     penalty = KLPenalty(learner.policies, config, learner.reference_logprobs)
-    got = penalty(samples)
+    got = penalty.penalties(samples)
     reference = copy.deepcopy(policy.reference).double()
     want, counts = [], []
     for sample in samples:
@@ -103,7 +103,7 @@ def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
         counts.append(sum(mask))
     want[5] = 0.0
     assert got == pytest.approx([0.25 * value for value in want], rel=1e-4, abs=1e-5)
-    metrics = penalty.adapt()
+    metrics = penalty.trained()
     own = [place for place in range(7) if place != 5]
     tokens = sum(counts[place] for place in own)
     assert metrics["default/kl"] == pytest.approx(sum(want) / tokens, rel=1e-4)
@@ -112,7 +112,7 @@ def test_the_penalty_is_the_sum_over_the_rows_tokens(small_model):
     per_token = sum(want[place] for place in solver) / sum(counts[place] for place in solver)
     assert metrics["default/solver/kl"] == pytest.approx(per_token, rel=1e-4)
     assert not any(name.startswith("frozen") for name in metrics)
-    assert penalty.adapt() == {}
+    assert penalty.trained() == {}
 
 
 def test_in_the_reward_it_leaves_out_actors_that_learn_from_teachers_alone(small_model):
@@ -121,9 +121,9 @@ def test_in_the_reward_it_leaves_out_actors_that_learn_from_teachers_alone(small
     teachers_replace_rewards(learner.policies, ["judge"])
     penalty = KLPenalty(learner.policies, KLConfig(coef=0.25, apply_to="reward"), learner.reference_logprobs)
     samples = [sample_of(place, [1, 2], [3, 4], [-1.0, -1.0], actor=("solver", "judge")[place]) for place in range(2)]
-    first, second = penalty(samples)
+    first, second = penalty.penalties(samples)
     assert first != 0 == second
-    assert penalty.adapt().keys() == {"kl", "kl_coef", "kl_penalty", "solver/kl"}
+    assert penalty.trained().keys() == {"kl", "kl_coef", "kl_penalty", "solver/kl"}
 
 
 def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_trainer, monkeypatch):

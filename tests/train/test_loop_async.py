@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from turnwise.arena import Arena
-from turnwise.arena.curriculum import Curriculum
+from turnwise.arena.stages.curriculum import Curriculum, CurriculumStage
 from turnwise.inference import TransformersClient
 from turnwise.train import Trainer
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
@@ -149,7 +149,8 @@ async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, 
     taught = {"baseline": 0.0}
     monkeypatch.setattr(trainer.arena.credit, "state_dict", lambda: dict(taught), raising=False)
     pool = [EpisodeRequest("letters", f"q{n}", group_id=n) for n in range(4)]
-    trainer.arena.curriculum = curriculum = Curriculum(pool, metric="success/first", ahead=1)
+    curriculum = Curriculum(pool, metric="success/first", ahead=1)
+    trainer.arena.add_stage(CurriculumStage(curriculum))
     trainer.arena.source = lambda: curriculum.draw(trainer.arena.batches - 1, trainer.arena.batches, 3, 1)
     before = sampler_state(trainer)
     curriculum.record(await trainer.arena.sample(lambda: None), trainer.arena.attempt_result)
@@ -157,10 +158,10 @@ async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, 
     trainer.rng.random()
     arena, generators = rewound_state(trainer, before)
     now, generators_now = sampler_state(trainer)
-    assert arena["curriculum"] == now["curriculum"] != before[0]["curriculum"]
+    assert arena["stages"] == now["stages"] != before[0]["stages"]
     assert arena["credit"] == {"baseline": 1.0} and generators["trainer"] == generators_now["trainer"]
     assert generators["trainer"] != before[1]["trainer"], "the trainer's own draws since then stand"
-    drawn_from = set(before[0]) - {"credit", "curriculum", "stores"}
+    drawn_from = set(before[0]) - {"credit", "stages", "stores"}
     assert {key: arena[key] for key in drawn_from} == {key: before[0][key] for key in drawn_from}
     assert any(now[key] != before[0][key] for key in drawn_from), "sampling draws from what is taken back"
 

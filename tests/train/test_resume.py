@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from turnwise.arena import ArtifactStore
-from turnwise.arena.curriculum import Curriculum
+from turnwise.arena.stages.curriculum import Curriculum, CurriculumStage
 from turnwise.credit import RAECredit
 from turnwise.samples.pack import select
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
@@ -65,8 +65,8 @@ def learning(trainer, folder):
     """Questions come from a curriculum, which learns from each batch."""
     arena, pool = trainer.arena, [EpisodeRequest("letters", f"q{n}", group_id=n) for n in range(6)]
     ahead = trainer.config.loop.max_staleness
-    arena.curriculum = Curriculum(pool, metric="success/first", uniform=0.01, window=2, ahead=ahead)
-    arena.source = lambda: arena.curriculum.draw(arena.batches - 1, arena.batches, 3, 1)
+    arena.add_stage(CurriculumStage(Curriculum(pool, metric="success/first", uniform=0.01, window=2, ahead=ahead)))
+    arena.source = lambda: arena.stages.questions(arena, arena.batches, 3, 1)
     arena.credit = RAECredit()
 
 
@@ -204,8 +204,7 @@ def left_by(trainer):
         for name, store in trainer.arena.stores.items()
     }
     state = getattr(trainer.arena.credit, "state_dict", dict)()
-    if trainer.arena.curriculum is not None:
-        state = {**state, "curriculum": trainer.arena.curriculum.state_dict()}
+    state = {**state, "stages": trainer.arena.stages.state_dict()}
     policies = {name: (policy.extra_state(), policy.version) for name, policy in trainer.policies.items()}
     weights = {name: weights_of(trainer, name) for name in trainer.policies}
     return lines_of(trainer.config.run_dir), stores, state, policies, weights
@@ -280,7 +279,8 @@ async def test_the_runs_above_have_something_to_lose(whole):
     _, stores, *_ = await whole("store")
     lines, _, state, *_ = await whole("curriculum two ahead")
     assert [line["curriculum/seen"] for line in lines][-1] == 6 and "curriculum/drawn_p" in lines[-1]
-    assert len(state["curriculum"]["recent"]) == 3 and all(p < 1 for *_, p in state["curriculum"]["questions"])
+    state = state["stages"]["curriculum"]
+    assert len(state["recent"]) == 3 and all(p < 1 for *_, p in state["questions"])
     assert len(stores["q"]) == 9 and sum(outcome.attempts for *_, outcome in stores["q"]) > 0
     assert [line["step"] for line in (await whole("validated"))[0]] == list(range(STEPS + 1))
 

@@ -81,4 +81,4 @@ def test_callbacks_come_as_they_are_asked_for(tmp_path):
     asked = {"league": {"share": 0.5}, "health": {"signals": {"entropy": {}}}, "eval": {"exploitability_every": 1}}
     run = build_run(config_from_dict({**plain, **asked}))
     assert list(run.trainer.callbacks) == ["league", "health", "probe"]
-    assert run.arena.opponent_assignment is run.trainer.callbacks["league"].seating
+    assert run.arena.stages["opponent_assignment"] is run.trainer.callbacks["league"].seating

@@ -6,17 +6,13 @@ import asyncio
 import contextlib
 import copy
 import random
-import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
-from turnwise.arena.dynamic_sampling import describe_draws, sample_until_full, state_of
-from turnwise.arena.multi_turn import MultiTurnEpisode
 from turnwise.arena.rewards.group_rewards import score_groups
-from turnwise.arena.rewards.mix import shape_turns
 from turnwise.arena.runner import check_requests, create_context, run_episode
 from turnwise.arena.runtime.concurrency import ClientCall, EpisodeCounter, FailureBudget, gather_or_cancel, run_limited
 from turnwise.arena.runtime.context import EpisodeContext, current_context
@@ -32,21 +28,20 @@ from turnwise.arena.runtime.model_call import (
 from turnwise.arena.runtime.privacy import check_batch, check_prompt
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.setup import ArenaSetup, reward_problems
-from turnwise.arena.stores.contents import attempts_of, mean_reward, record_attempts
-from turnwise.chat.grammar import GrammarError, allowed_tokens
+from turnwise.arena.stages.stage import BatchNotes
+from turnwise.arena.stages.stages import Stages
+from turnwise.arena.stores.contents import mean_reward
 from turnwise.samples import pack as rows
-from turnwise.samples.collect import collect_samples, mark_observations, mixed_prompts
+from turnwise.samples.collect import collect_samples, mark_observations
 from turnwise.samples.filters import count_without_advantage
 from turnwise.types import (
     ClientCapabilities,
     EpisodeRequest,
     GenerateResult,
-    Grammar,
     Messages,
     ModelRequest,
     ModelResponse,
     Rollout,
-    Sample,
     Sampling,
     TrainingBatch,
     capabilities_of,
@@ -88,14 +83,8 @@ class Arena(ArenaSetup):
 
         Several batches may be sampled at once: start the next one after this one has called ``on_requests_fixed()``.
         """
-        requests = await self.draw()
-        if self.filters.dynamic_sampling_rounds:
-            results = await sample_until_full(self, requests, on_requests_fixed)
-        else:
-            on_requests_fixed()  # the next batch starts when this one waits for its first model call
-            results = await self.generate_rollouts(requests)
-        if self.distillation is not None:
-            await self.distillation.score(self, results)
+        results = await self.stages.sample(self, await self.draw(), on_requests_fixed)
+        await self.stages.sampled(self, results)
         return results
 
     async def draw(self) -> Sequence[EpisodeRequest]:
@@ -106,10 +95,7 @@ class Arena(ArenaSetup):
         if self.episode_checkpoints is not None:
             self.episode_checkpoints.drop_before(self.started)
         self.record_attempts()
-        requests = await hook(self.get_batch)
-        if self.opponent_assignment is not None and not self.filters.dynamic_sampling_rounds:
-            requests = await self.opponent_assignment.seat(requests)
-        return requests
+        return await self.stages.draw(self, await hook(self.get_batch))
 
     async def play(
         self, requests: Sequence[EpisodeRequest], failures: FailureBudget | None = None
@@ -117,24 +103,20 @@ class Arena(ArenaSetup):
         """Run episodes for training. ``failures`` counts the failed ones of several calls together."""
         budget: Mapping[str, Any] = {} if failures is None else {"failures": failures}  # an override may take none
         results = await self.generate_rollouts(requests, **budget)
-        if self.distillation is not None:
-            await self.distillation.score(self, results)
+        await self.stages.sampled(self, results)
         return results
 
     def assign_credit_and_pack(self, results: list[GenerateResult]) -> TrainingBatch:
         """Assign credit to the results of :meth:`sample` and pack them. Call it in the order of the batches."""
         self.last_results = results
         self.assign_credit(results)
-        if self.stores:
-            self._attempts.append(attempts_of(results, self.attempt_result))
         batch = self.build_training_batch(results)
-        if self.curriculum is not None:
-            batch.metrics |= self.curriculum.record(results, self.attempt_result)
+        batch.metrics |= self.stages.packed(self, results)
         return batch
 
     def take_back_credit(self, state: dict[str, Any] | None) -> None:
         """Undo the last :meth:`assign_credit_and_pack`: restore ``state``, the credit rule's state before it."""
-        self._attempts.clear()
+        self.stages.taken_back()
         if self.credit is not None and state:
             self.credit.load_state_dict(state)
 
@@ -152,8 +134,7 @@ class Arena(ArenaSetup):
         An episode attempts its request's ``artifact``, or the one named by ``request.meta["artifact_id"]``. The arena
         calls this before it draws each batch, never during an update, so draws stay deterministic.
         """
-        while self._attempts:
-            record_attempts(self.stores, self._attempts.popleft())
+        self.stages.settle(self)
 
     async def generate_rollouts(
         self,
@@ -180,8 +161,7 @@ class Arena(ArenaSetup):
         if parent is None and self.workers is not None:
             with self.episode_counter.batch(len(contexts)) as ended:
                 results = await self.workers.play(self, requests, contexts, failures, concurrency, ended)
-            if self.labels is not None:
-                self.labels.label(results)
+            self.stages.ended(results)
             return results
         pairs = zip(requests, contexts, strict=True)
         limited = run_limited([partial(run_episode, self, *pair, failures) for pair in pairs], concurrency)
@@ -196,61 +176,35 @@ class Arena(ArenaSetup):
         await score_groups(self, results, contexts, parent, failures)
         if parent is not None:
             parent.children.extend(results)
-        elif self.labels is not None:
-            self.labels.label(results)
+        else:
+            self.stages.ended(results)
         return results
 
     def shape_rewards(self, results: Sequence[GenerateResult]) -> None:
-        """Shape rewards by turn, then apply the length penalty. Repeated calls apply both only once per step."""
-        for rollout in (node.rollout for top in results for node in top.walk()):
-            episode = self.episodes.get(rollout.episode_type)
-            if rollout.error is None and isinstance(episode, MultiTurnEpisode):
-                shape_turns(rollout, self.mix_of(rollout.episode_type), episode.max_turns)
-        if self.overlong is not None:
-            self.overlong.apply(results)
+        """Let the stages change rewards. Repeated calls change them only once per step."""
+        self.stages.rewarded(self, results)
 
     def assign_credit(self, results: Sequence[GenerateResult]) -> None:
         """Set ``Step.advantage`` of every trainable step. Call it once per batch: the rule may learn from each call."""
         self.shape_rewards(results)
         samples = collect_samples(results)
-        if samples and self.reward_penalty is not None:
-            for sample in samples:
-                if rows.GRAMMAR in sample.info and not self._constrain(sample):
-                    sample.loss_mask = [0] * len(sample.completion_token_ids)  # such a sample has no penalty
-            rows.penalize(samples, self.reward_penalty(samples))
-        self._zero_causes = rows.set_advantages(results, samples, self.credit)
-        if self.distillation is not None:
-            self._zero_causes |= self.distillation.zero_row_advantages(results, samples)
-        self._group_metrics = mixed_prompts(samples, self.credit)
+        self.stages.collected(self, results, samples)
+        self._notes = BatchNotes(rows.set_advantages(results, samples, self.credit))
+        self.stages.credited(self, results, samples, self._notes)
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
-        samples, drops = rows.training_samples(results, filters, self._zero_causes, self._constrain)
-        metrics = rows.describe(results) | self._group_metrics | count_without_advantage(samples, self._zero_causes)
+        causes = self._notes.causes
+        samples, drops = rows.training_samples(results, filters, causes, partial(self.stages.prepare, self))
+        metrics = rows.describe(results) | self._notes.metrics | count_without_advantage(samples, causes)
         if self.marks_observations:
             metrics |= mark_observations(results, samples)
-        if self.filters.dynamic_sampling_rounds:
-            metrics |= describe_draws(results, samples)
-        if self.labels is not None:
-            metrics |= self.labels.count(samples, results)
+        metrics |= self.stages.selected(self, results, samples)
         batch = rows.pack(samples, drops, metrics, self.credit)
         if self.check_private:
             check_batch(batch, results)
         return batch
-
-    def _constrain(self, sample: Sample) -> bool:
-        """Set the tokens that the sample's grammar allowed. Return False if the trainer can't take them."""
-        reason = self.constrained_unsupported_reason
-        if not reason:
-            try:
-                tokenizer, grammar = self.plain_format(None).tokenizer, Grammar(sample.info[rows.GRAMMAR])
-                sample.allowed = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
-                return True
-            except GrammarError as error:
-                reason = str(error)
-        warnings.warn(f"calls that were sampled under a grammar do not train: {reason}", RuntimeWarning, stacklevel=2)
-        return False
 
     # -- model calls ---------------------------------------------------------------------------------------------------
     async def call_model(
@@ -382,7 +336,7 @@ class Arena(ArenaSetup):
         view.credit = None
         view.stores = {name: store.frozen() for name, store in self.stores.items()}
         view.rng = random.Random(derive_seed(self.seed, "evaluation"))
-        view.last_results, view._attempts = [], deque()
+        view.last_results, view.stages = [], Stages([stage for stage in self.stages if stage.evaluates])
         view.episode_counter = EpisodeCounter()
         view.started = view.batches = view._loose_calls = 0
         view._evaluation_sampling = sampling
@@ -398,16 +352,15 @@ class Arena(ArenaSetup):
             "loose_calls": self._loose_calls,
             "rng": rng_state(self.rng),
             "stores": {name: store.state_dict() for name, store in self.stores.items()},
-            "credit": state_of(self.credit),
-            "curriculum": None if self.curriculum is None else self.curriculum.state_dict(),
-            "opponent_assignment": None if self.opponent_assignment is None else self.opponent_assignment.state_dict(),
+            "credit": rows.state_of(self.credit),
+            "stages": self.stages.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. Raises ``ValueError`` unless the same stores are registered."""
         if set(state["stores"]) != set(self.stores):
             raise ValueError(f"state has the stores {sorted(state['stores'])}, expected {sorted(self.stores)}")
-        self._attempts.clear()
+        self.stages.taken_back()
         self.seed = state["seed"]
         self.started, self.batches = state["started"], state.get("batches", 0)
         self._loose_calls = state["loose_calls"]
@@ -416,10 +369,7 @@ class Arena(ArenaSetup):
             store.load_state_dict(state["stores"][name])
         if self.credit is not None and state["credit"]:
             self.credit.load_state_dict(state["credit"])
-        if self.curriculum is not None and state.get("curriculum") is not None:
-            self.curriculum.load_state_dict(state["curriculum"])
-        if self.opponent_assignment is not None and state.get("opponent_assignment") is not None:
-            self.opponent_assignment.load_state_dict(state["opponent_assignment"])
+        self.stages.load_state_dict(state.get("stages", state))  # an earlier release kept them beside the rest
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _call_seed(self, context: EpisodeContext | None) -> int:

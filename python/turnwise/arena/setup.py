@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise.arena.curriculum import Curricula, Curriculum
-from turnwise.arena.distillation import Distillation
-from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
-from turnwise.arena.rewards.length_penalty import OverlongPenalty
 from turnwise.arena.rewards.mix import RewardMix, check_keys
 from turnwise.arena.runtime.concurrency import AnswerLimit, EpisodeCounter, PrioritySemaphore
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.runtime.model_call import PromptCache
 from turnwise.arena.runtime.watch import not_counted
-from turnwise.arena.stores.contents import Attempt
+from turnwise.arena.stages.dynamic_sampling import check_stateless
+from turnwise.arena.stages.registry import own_stages
+from turnwise.arena.stages.stage import BatchNotes, Stage
 from turnwise.arena.stores.store import ArtifactStore
-from turnwise.arena.task_labels import TaskLabels
 from turnwise.chat.formats import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
 from turnwise.chat.tokenizers import own_copy
 from turnwise.chat.tools import by_name
-from turnwise.samples.filters import Filters, StepKey
+from turnwise.samples.filters import Filters
 from turnwise.types import (
     Actor,
     CreditAssigner,
     EpisodeRequest,
     GenerateResult,
     InferenceClient,
-    Sample,
     Sampling,
     TokenizedClient,
     Tokenizer,
 )
 from turnwise.types.play import MAX_CONCURRENCY
-from turnwise.types.protocols import EpisodeWorkers, OpponentAssignment
+from turnwise.types.protocols import EpisodeWorkers
 
 
 class ArenaSetup:
@@ -63,7 +58,7 @@ class ArenaSetup:
         retries: int = 0,
         filters: Filters | None = None,
         reward: Mapping[str, Any] | None = None,
-        overlong: OverlongPenalty | None = None,
+        stages: Sequence[Stage] = (),
         check_private: bool = False,
         answer_timeout: float = 1800.0,
     ) -> None:
@@ -90,8 +85,10 @@ class ArenaSetup:
         """Further attempts of a failed episode before it becomes a result with ``error``."""
         self.reward = check_keys(reward or {})
         """Fields of :class:`RewardMix` that replace those of each episode that serves them."""
-        self.overlong = overlong
-        """Lowers the rewards of completions that come close to their token limit."""
+        self.stages = own_stages()
+        """What happens to requests, rewards and samples around the episodes (:meth:`add_stage`)."""
+        for stage in stages:
+            self.stages.add(stage)
         self.check_private = check_private
         """Raise ``LeakError`` if an actor saw another's private text, or would train on it."""
 
@@ -99,8 +96,6 @@ class ArenaSetup:
         self._actors: dict[str, Actor] = {}
         self.teams: dict[str, dict[str, Actor]] = {}
         """The actors of single episodes, by type; other episodes are played by all :attr:`actors`."""
-        self.labels: TaskLabels | None = None
-        """Names the task of each rollout in its metrics, where there are several."""
         self.marks_observations = False
         """Mark in each batch the tokens of prompts that an actor observed after its answers."""
         self.rewards_by_type: dict[str, dict[str, Any]] = {}
@@ -114,18 +109,8 @@ class ArenaSetup:
         """Results of the last step."""
         self.episode_checkpoints: EpisodeCheckpoints | None = None
         """Saves running episodes, so that a killed run can resume inside a tree."""
-        self.reward_penalty: Callable[[Sequence[Sample]], Sequence[float]] | None = None
-        """Amount to subtract from each sample's reward before credit; steps and metrics keep the whole reward."""
-        self.distillation: Distillation | None = None
-        """Teachers of some actors, whose log-probabilities of the sampled tokens train them."""
-        self.constrained_unsupported_reason = "only turnwise's own trainer renormalises over the allowed tokens"
-        """Reason why calls under a grammar do not train; empty under a trainer that takes them."""
         self.record_episodes = False
         """Record each top episode for ``turnwise replay``."""
-        self.curriculum: Curriculum | Curricula | None = None
-        """Learns solve rates from each batch that it drew; :meth:`get_batch` draws from it."""
-        self.opponent_assignment: OpponentAssignment | None = None
-        """Replaces the policies of some seats in training batches, as a league does."""
         self.workers: EpisodeWorkers | None = None
         """Plays the top episodes in other processes; without it this one plays them."""
 
@@ -138,10 +123,8 @@ class ArenaSetup:
         self.quotas: dict[str | None, PrioritySemaphore] = {}
         """Limits of concurrent model calls of single actors, by id."""
         self.started = self.batches = 0
-        self._attempts: deque[list[Attempt]] = deque()
         self._prompts = PromptCache()
-        self._zero_causes: dict[StepKey, str] = {}
-        self._group_metrics: dict[str, float] = {}
+        self._notes = BatchNotes()
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None
 
@@ -199,6 +182,11 @@ class ArenaSetup:
         self.episodes[name] = target
         self.add_stores_of(target)
         return target
+
+    def add_stage(self, stage: Stage) -> Stage:
+        """Add a stage of each step, instead of the one of the same name. See :class:`~turnwise.arena.Stage`."""
+        self.stages.add(stage)
+        return stage
 
     def add_stores_of(self, episode: Episode) -> None:
         """Register the stores of ``episode`` that the arena lacks."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from turnwise.samples.ledger import LEDGER
 from turnwise.types import Tokenizer
 
 AROUND = 8
@@ -16,9 +17,9 @@ AROUND = 8
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _OF_THE_BATCH = ("step", "steps", "children", "replay", "parent_id", "is_trainable", "error", "meta")
-_META_OF_THE_BATCH = ("draw", "drop_reason", "mishaps")
+_META_OF_THE_BATCH = ("draw", "drop_reason", "mishaps", LEDGER)
 _STEP_OF_THE_BATCH = ("advantage", "completion_tokens")
-_INFO_OF_THE_BATCH = ("token_advantages", "teacher_kl", "order")
+_INFO_OF_THE_BATCH = ("token_advantages", "teacher_kl", "order", LEDGER)
 """Fields that belong to the batch, that the code compares separately, or that parallel calls race for."""
 
 

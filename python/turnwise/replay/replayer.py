@@ -23,6 +23,7 @@ from turnwise.arena.runtime.concurrency import FailureBudget, stop
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.replay.diff import FirstDifference, token_diff
+from turnwise.samples.ledger import LEDGER
 from turnwise.state.codec import CodecError
 from turnwise.types import (
     ContextLengthError,
@@ -246,8 +247,9 @@ class Replayer:
         """Return a difference in the environment's reaction to earlier calls, which may have caused a later one."""
         for key, recorded in self.record.calls.items():
             step = self.calls[key][1].step if key in self.calls else None
-            # Turn factors and overlong penalties changed the recorded reward after the episode.
-            if step is None or not recorded.seen or {"overlong_penalty", TURN_FACTOR} & recorded.step["info"].keys():
+            # Stages changed the recorded reward after the episode.
+            changed = {"overlong_penalty", TURN_FACTOR, LEDGER} & recorded.step["info"].keys()
+            if step is None or not recorded.seen or changed:
                 continue
             old, new = recorded.step["reward"], step.reward
             if None not in (old, new) and old != new:
@@ -383,8 +385,7 @@ async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | N
             group = said.get(one.rollout.id)
             if one.rollout.error is None and group is not None:
                 apply_group_scores(one, group)
-        if arena.labels is not None:
-            arena.labels.label([result])
+        arena.stages.ended([result])
         return result
     finally:
         for task in (playing, over):

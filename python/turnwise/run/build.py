@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena import Arena, Distillation, Filters, OverlongPenalty
-from turnwise.arena.task_labels import SUCCESS, TASK
+from turnwise.arena import Arena, Filters
+from turnwise.arena.stages.task_labels import SUCCESS, TASK
 from turnwise.inference.common.hf_model import limit_head, shortest_context, tokens_of
 from turnwise.run.checks import (
     build_credit,
@@ -29,8 +29,8 @@ from turnwise.run.checks import (
     tiny_model,
 )
 from turnwise.run.clients import build_client
-from turnwise.run.models import check_critic, check_routing
-from turnwise.run.parts import build_callbacks, build_curriculum
+from turnwise.run.models import check_loaded
+from turnwise.run.parts import build_callbacks, build_stages
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
 from turnwise.run.start import run_warm_start, starting_questions
@@ -56,7 +56,6 @@ from turnwise.train.model.export import export_policies, export_shards
 from turnwise.train.model.loading import (
     attach_adapters,
     build_policies,
-    check_targets,
     find_device,
     load_models,
     load_references,
@@ -71,7 +70,7 @@ from turnwise.utils.threads import run_in_program
 
 
 class TaskArena(Arena):
-    """An arena whose ``k``-th draw is the ``k``-th batch of a task, or of its curriculum; ``k`` is saved with it."""
+    """An arena whose ``k``-th draw is the ``k``-th batch of a task, or of a stage; ``k`` is saved with it."""
 
     def __init__(self, *args: Any, task: Task, rollout: RolloutConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,10 +80,9 @@ class TaskArena(Arena):
     def get_batch(self) -> list[EpisodeRequest]:
         self.drawn += 1
         questions, copies = self.rollout.prompts_per_step, self.rollout.group_size
-        if self.curriculum is None:
+        requests = self.stages.questions(self, self.drawn, questions, copies)
+        if requests is None:
             requests = self.task.requests(self.drawn, questions, copies)
-        else:
-            requests = self.curriculum.draw(self.batches - 1, self.drawn, questions, copies)
         return [replace(request, timeout=self.rollout.timeout) for request in requests]
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,10 +248,9 @@ def build_run(
         if saved is not None and not config.resume:
             shutil.rmtree(saved, ignore_errors=True)
         learner, arena = _build_here(config, task, actors, tokenizer, rows, log, mesh, saved)
-    arena.curriculum = build_curriculum(config, task)
     attach_workers(config, task, arena)
     callbacks = build_callbacks(
-        config, actors, capabilities_of(task, TaskCapabilities).seats, arena, exploitability_of(task)
+        config, actors, capabilities_of(task, TaskCapabilities).seats, arena.client, exploitability_of(task)
     )
     trainer = Trainer(arena, learner, config, validation=validation, log=log, callbacks=callbacks)
     return Run(config, task, tokenizer, arena, trainer, held)
@@ -278,9 +275,7 @@ def _build_here(
     # To be sharded, models wait in the CPU's memory.
     device = find_device(config.device) if mesh is None else "cpu"
     models = _moved(_load_models(config, task), device)
-    check_targets(models, config.policies)
-    check_routing(config, models)
-    check_critic(config, models)
+    check_loaded(config, models)
     for model in models.values():
         limit_head(model, tokens_of(tokenizer))
     if rows is not None:
@@ -339,7 +334,7 @@ def arena_for_client(
 ) -> Arena:
     """Build an arena as :func:`build_arena` does, with ``client`` and a context of ``max_context`` tokens."""
     # The task's arena with the settings of the config, then the task's actors and episodes.
-    rollout, overlong = config.rollout, (config.reward.overlong_buffer, config.reward.overlong_penalty)
+    rollout = config.rollout
     arena = kind(
         client,
         tokenizer,
@@ -356,18 +351,14 @@ def arena_for_client(
             dynamic_sampling_rounds=config.filter.dynamic_sampling_rounds,
         ),
         reward={} if isinstance(task, SeveralTasks) else config.reward.of_mix(),
-        overlong=OverlongPenalty(*overlong) if overlong[0] else None,
+        stages=build_stages(config, task, actors),
         check_private=rollout.check_private,
         answer_timeout=rollout.answer_timeout,
         task=task,
         rollout=rollout,
     )
-    if teachers := config.teachers():
-        settings = config.distill.model_dump(exclude={"top_k"})
-        arena.distillation = Distillation(teachers=teachers, **settings, scores=not config.distill.top_k)
     arena.marks_observations = "observation_mask" in columns_of(config.loss)
     if isinstance(task, SeveralTasks):
-        arena.labels = task.labels()
         arena.teams = task.teams(actors)
         mixes = {name: one.reward.of_mix() for name, (one, _) in parts_of(config, task).items()}
         arena.rewards_by_type = {kind: mixes[name] for kind, name in task.part_of_type().items()}

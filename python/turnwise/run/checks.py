@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.arena import Episode
-from turnwise.arena.dynamic_sampling import check_stateless
 from turnwise.arena.setup import mix_of, reward_problems
+from turnwise.arena.stages.dynamic_sampling import check_stateless
 from turnwise.credit import build_rule
 from turnwise.credit.by_task import CreditByTask
 from turnwise.run.clients import check_client
@@ -18,7 +18,7 @@ from turnwise.run.models import describe_models
 from turnwise.run.parts import (
     Measure,
     ablations_of,
-    build_curriculum,
+    build_stages,
     check_choice,
     check_selfplay,
     comparison_problem,
@@ -101,7 +101,7 @@ def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple
     with problems.gathered():
         eval_sets(config, task)
     with problems.gathered():
-        build_curriculum(config, task)
+        build_stages(config, task)
     with problems.gathered():
         actors, resolved = resolve_policies(config, task.actors, task.name)
     with problems.gathered():

@@ -129,6 +129,13 @@ def check_routing(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
             raise ConfigError(f"{key}: policy {name!r} is a dense {type(lm).__name__}: expected a mixture of experts")
 
 
+def check_loaded(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
+    """Raise :class:`ConfigError` for settings that don't fit the loaded models."""
+    check_targets(models, config.policies)
+    check_routing(config, models)
+    check_critic(config, models)
+
+
 def check_critic(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
     """Raise :class:`ConfigError` if ``loss.critic`` is to read a trained model whose rows must be padded."""
     for name in models if config.loss.critic is not None else ():

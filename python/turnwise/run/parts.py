@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from turnwise.arena import Arena, Episode, TreeSampler
-from turnwise.arena.curriculum import Curricula, Curriculum
+from turnwise.arena import Arena, Episode, Stage, TreeSampler
+from turnwise.arena.stages.registry import stages_of
+from turnwise.arena.stages.stage import RunParts
 from turnwise.credit import registry
 from turnwise.credit.columns import needs_several_attempts
-from turnwise.tasks.base import PooledTask, SplittableTask, Task
-from turnwise.tasks.several import SeveralTasks
+from turnwise.tasks.base import SplittableTask, Task
 from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.sampling import TreeConfig
 from turnwise.train.config.schema import TrainConfig
@@ -18,7 +18,15 @@ from turnwise.train.eval.ablate import Ablation, SubTeam
 from turnwise.train.health.guard import build_guard, check_health
 from turnwise.train.league.build import build_league, check_league
 from turnwise.train.terms.registry import terms_on
-from turnwise.types import Actor, CreditAssigner, CreditCapabilities, GenerateResult, TaskCapabilities, capabilities_of
+from turnwise.types import (
+    Actor,
+    CreditAssigner,
+    CreditCapabilities,
+    GenerateResult,
+    InferenceClient,
+    TaskCapabilities,
+    capabilities_of,
+)
 from turnwise.utils.registry import did_you_mean
 
 
@@ -113,40 +121,12 @@ def comparison_problem(credit: CreditAssigner, config: TrainConfig, task: Task) 
     )
 
 
-def build_curriculum(config: TrainConfig, task: Task) -> Curriculum | Curricula | None:
-    """Build the curriculum over the questions of each task; ``None`` without one. Raises :class:`ConfigError`."""
-    if config.curriculum.sampling == "task":
-        return None
-    if not isinstance(task, SeveralTasks):
-        return _curriculum_of(config, task)
-    return Curricula(
-        {name: _curriculum_of(config, part.task) for name, part in task.parts.items()}, task.counts, task.labelled
-    )
-
-
-def _curriculum_of(config: TrainConfig, task: Task) -> Curriculum:
-    settings = config.curriculum
-    if not isinstance(task, PooledTask):
-        raise ConfigError(
-            f"config key 'curriculum.sampling' = {settings.sampling!r}: task {task.name!r} has no method "
-            "question_pool(n), which returns one request for each training question: see turnwise.tasks.base.PooledTask"
-        )
+def build_stages(config: TrainConfig, task: Task, actors: Sequence[Actor] = ()) -> list[Stage]:
+    """Build the stages that ``config`` adds to an arena. Raises :class:`ConfigError`."""
     try:
-        pool = task.question_pool(settings.pool)
+        return stages_of(RunParts(config=config, task=task, actors=actors))
     except ValueError as error:
-        raise ConfigError(f"config key 'curriculum.pool' = {settings.pool or 'unset'}: {error}") from error
-    try:
-        return Curriculum(
-            pool,
-            metric=task.success_metric,
-            uniform=settings.uniform,
-            window=settings.window,
-            gate=settings.gate,
-            ahead=config.loop.max_staleness,
-            seed=config.seed,
-        )
-    except ValueError as error:
-        raise ConfigError(f"config section 'curriculum': task {task.name!r}: {error}") from error
+        raise ConfigError(str(error)) from error
 
 
 ALL = "all"
@@ -229,11 +209,14 @@ class ExploitabilityProbe(Callback):
 
 
 def build_callbacks(
-    config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], arena: Arena, measure: Measure | None
+    config: TrainConfig,
+    actors: Sequence[Actor],
+    seats: Sequence[str],
+    client: InferenceClient,
+    measure: Measure | None,
 ) -> list[Callback]:
-    """Build the callbacks of ``config``; a league also becomes the ``opponent_assignment`` of ``arena``."""
-    league = build_league(config, actors, seats, arena.client)
-    arena.opponent_assignment = None if league is None else league.seating
+    """Build the callbacks of ``config``."""
+    league = build_league(config, actors, seats, client)
     every = config.eval.exploitability_every
     probe = ExploitabilityProbe(measure, every) if every and measure is not None else None
     return [callback for callback in (league, build_guard(config, seats), probe) if callback is not None]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any
 
-from turnwise.types import CHILD, GenerateResult, GroupedCredit, Rollout, Sample
+from turnwise.types import CHILD, GenerateResult, Rollout, Sample
 
 
 def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
@@ -126,20 +125,3 @@ def mark_observations(results: Sequence[GenerateResult], samples: Sequence[Sampl
         if earlier:
             unmatched.setdefault(sample.actor, []).append(not starts)
     return {f"observations/unmatched/{actor}": sum(each) / len(each) for actor, each in unmatched.items()}
-
-
-def mixed_prompts(samples: Sequence[Sample], credit: Any) -> dict[str, float]:
-    """Return the share of the groups that compare calls with different prompts, as ``groups/mixed_prompts``.
-
-    It is reported for agents behind a gateway, which may call models in any situation, and for rules that compare in
-    groups. A high share is normal and harmless under a rule that compares whole attempts.
-    """
-    if not isinstance(credit, GroupedCredit) or not any("call" in sample.info for sample in samples):
-        return {}
-    prompts: dict[Any, list[tuple[int, ...]]] = {}
-    for sample in samples:
-        prompts.setdefault(credit.key_of(sample), []).append(tuple(sample.prompt_token_ids))
-    compared = [group for group in prompts.values() if len(group) > 1]
-    if not compared:
-        return {}
-    return {"groups/mixed_prompts": sum(len(set(group)) > 1 for group in compared) / len(compared)}

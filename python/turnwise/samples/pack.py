@@ -57,12 +57,12 @@ def training_samples(
     results: Sequence[GenerateResult],
     filters: Filters,
     zero_causes: Mapping[StepKey, str] | None = None,
-    constrain: Callable[[Sample], bool] = lambda sample: False,
+    prepare: Callable[[Sample], str] = lambda sample: "constrained" if GRAMMAR in sample.info else "",
 ) -> tuple[list[Sample], Drops]:
     """Return the samples that train, and counts of the model calls that don't, without judges.
 
-    ``constrain`` sets ``allowed`` of a sample with a grammar, and returns False if it can't; the sample then counts as
-    ``constrained``. Raises ``ValueError`` for a sample without an advantage.
+    ``prepare`` sets what the trainer needs of a sample, and returns the cause for which it can't train, if there is
+    one. Raises ``ValueError`` for a sample without an advantage.
     """
     samples = collect_samples(results)
     for sample in samples:
@@ -72,8 +72,8 @@ def training_samples(
             )
     causes = filters.causes(samples, zero_causes)
     for row, sample in enumerate(samples):
-        if causes[row] is None and GRAMMAR in sample.info and not constrain(sample):
-            causes[row] = "constrained"
+        if causes[row] is None:
+            causes[row] = prepare(sample) or None
     filtered = Counter((sample.actor, cause) for sample, cause in zip(samples, causes, strict=True) if cause)
     kept = [sample for sample, cause in zip(samples, causes, strict=True) if cause is None]
     return kept, dict(_count_excluded(results, samples) + filtered)
@@ -147,6 +147,11 @@ def set_advantages(
     if not isinstance(credit, ExplainedCredit) or not zeros:
         return {}
     return {keys[row]: cause for row, cause in zip(zeros, credit.zero_causes(samples, zeros), strict=True)}
+
+
+def state_of(credit: CreditAssigner | None) -> dict[str, Any] | None:
+    """Return ``credit.state_dict()``, ``{}`` if the rule has no such method, ``None`` without a rule."""
+    return None if credit is None else getattr(credit, "state_dict", dict)()
 
 
 def group_index(samples: Sequence[Sample], credit: CreditAssigner | None) -> np.ndarray | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.arena.task_labels import SUCCESS, TASK, TaskLabels
+from turnwise.arena.stages.task_labels import SUCCESS, TASK, TaskLabels
 from turnwise.tasks.base import Demonstration, NumberedTask, Player, Split, Task, task_problems
 from turnwise.types import Actor, EpisodeRequest
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from turnwise.arena import Arena
+from turnwise.arena import Arena, Stage
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.group_queue import GroupQueue
@@ -57,6 +57,8 @@ class Callback:
     """
 
     name: str
+    stages: Sequence[Stage] = ()
+    """What the arena does for it around the episodes."""
 
     async def on_start(self, trainer: TrainerView) -> None:
         """Run before the first sample; the client already has the weights that the run starts or resumes with."""

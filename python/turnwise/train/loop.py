@@ -32,10 +32,9 @@ import numpy as np
 from torch import Tensor
 
 from turnwise.arena import Arena, EpisodeCheckpoints
-from turnwise.arena.dynamic_sampling import state_of
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import take_counts
-from turnwise.samples.pack import drop_stale
+from turnwise.samples.pack import drop_stale, state_of
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
@@ -55,8 +54,7 @@ from turnwise.train.loss_terms import keep_their_rows
 from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
 from turnwise.train.run_folder import RunLock
-from turnwise.train.terms.kl import KLPenalty, in_reward
-from turnwise.train.terms.registry import teachers_replace_rewards
+from turnwise.train.terms.registry import stages_of_terms, teachers_replace_rewards
 from turnwise.train.validate import check_contradictions
 from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
 from turnwise.utils.files import replace_text
@@ -108,18 +106,12 @@ class Trainer:
                 raise ValueError(
                     f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}"
                 )
-        if arena.distillation is not None:
-            arena.distillation.check({actor.id: actor.policy for actor in arena.actors.values()}, arena.client)
-            teachers_replace_rewards(policies, arena.distillation.unrewarded)
-        needing = [
-            name for name, episode in arena.episodes.items() if getattr(episode, "samples_under_grammars", False)
-        ]
-        if needing and not client.grammars:
-            raise ValueError(
-                f'episode {needing[0]!r}: samples under grammars (gateway.structured = "constrained"), which '
-                f"{type(arena.client).__name__} can't; expected rollout.client = 'transformers', or 'vllm' with "
-                "servers of its own"
-            )
+        brought = (stage for callback in callbacks for stage in callback.stages)
+        for stage in (*brought, *stages_of_terms(config.loss, self.learner)):
+            arena.add_stage(stage)
+        for stage in arena.stages:
+            stage.attach(arena, self.learner)
+        teachers_replace_rewards(policies, arena.stages.unrewarded)
         if config.loop.max_staleness and client.shares_weights:
             raise ValueError(
                 f"loop.max_staleness={config.loop.max_staleness}: expected a client with its own copy of the weights, "
@@ -143,14 +135,10 @@ class Trainer:
         self.cluster_metrics = ClusterMetrics(config, arena.client)
         self.watch = Watch(self)
 
-        # Settings of the arena: recordings, saved episodes, the KL penalty on rewards.
+        # Settings of the arena: recordings, saved episodes.
         arena.record_episodes = config.log.record_for_replay
         if config.checkpoint.save_running_episodes:
             arena.episode_checkpoints = EpisodeCheckpoints(config.run_dir / "episodes")
-        kl = config.loss.kl
-        self.kl_penalty = KLPenalty(policies, kl, self.learner.reference_logprobs) if in_reward(kl) else None
-        arena.reward_penalty = self.kl_penalty or arena.reward_penalty
-        arena.constrained_unsupported_reason = self.learner.constrained_unsupported_reason
 
         # State of the run.
         self.rng = np.random.default_rng(config.seed)
@@ -296,8 +284,7 @@ class Trainer:
                 metrics |= {prefix + key: value for key, value in measured.items()}
                 self.watch.updates(self.policies[name], measured)
             self.watch.weights(updated.trained, updated.moved)
-            if self.kl_penalty is not None:
-                metrics |= self.kl_penalty.adapt()
+            metrics |= self.arena.stages.trained()
         finally:  # also if a warning can't be written
             self.count_step(batch, metrics)
         return metrics

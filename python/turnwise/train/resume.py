@@ -72,13 +72,14 @@ def sampler_state(trainer: TrainerView) -> SamplerState:
 def rewound_state(trainer: TrainerView, before: SamplerState) -> SamplerState:
     """Return the state from which a discarded batch is sampled again: ``before``, with the changes by other batches.
 
-    Since ``before``, other batches have updated the credit rule and the curriculum, filled stores, and advanced the
+    Since ``before``, other batches have updated the credit rule and some stages, filled stores, and advanced the
     trainer's generator.
     """
     arena, generators = before
     if trainer.rollouts.max_ahead:
         now, generators_now = sampler_state(trainer)
-        arena = {**arena, **{name: now[name] for name in ("credit", "curriculum", "stores")}}
+        stages = trainer.arena.stages.rewound(arena["stages"], now["stages"])
+        arena = {**arena, "credit": now["credit"], "stores": now["stores"], "stages": stages}
         generators = {**generators, "trainer": generators_now["trainer"]}
     return arena, generators
 

@@ -98,6 +98,8 @@ class ArenaRuntime(ArenaForHooks, Protocol):
     """Episodes by name."""
     credit: CreditAssigner | None
     """Credit rule, or ``None``."""
+    stages: Any
+    """What happens around the episodes (:class:`turnwise.arena.stages.stages.Stages`)."""
     filters: Any
     """Filters of the training batch (:class:`turnwise.samples.filters.Filters`)."""
     retries: int
@@ -147,18 +149,3 @@ class EpisodeWorkers(Protocol):
     async def close(self) -> None:
         """Free all resources. May be called again."""
         ...
-
-
-class OpponentAssignment(Protocol):
-    """Assigns other policies to seats of a batch through ``EpisodeRequest.policies``, as a league does.
-
-    ``Arena.state_dict`` includes its state. Both are restored when a batch must be drawn again.
-    """
-
-    async def seat(self, requests: Sequence[EpisodeRequest]) -> Sequence[EpisodeRequest]:
-        """Return the requests to play instead of ``requests``. Called once per training batch, in order."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -22,6 +22,11 @@ from turnwise.utils.files import parse_toml, read_regular
 from turnwise.utils.output import tell
 
 
+def problem(key: str, reason: str, value: Any = ...) -> str:
+    """Return the line ``config key 'loss.kl.coef' = 0.1: <reason>``, without the value if none is given."""
+    return f"config key {key!r}{'' if value is ... else f' = {value!r}'}: {reason}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Suggest a known name: ``did you mean 'steps'?`` if one is close, else a list of all."""
     names = sorted(known)

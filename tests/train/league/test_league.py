@@ -211,7 +211,7 @@ def test_what_can_not_be_is_told_before_anything_runs(settings, changes, told):
 
 def test_without_a_share_there_is_no_league_and_no_seat_for_another(make_run):
     run = make_run(league={}, warm_start={})
-    assert not run.trainer.callbacks and run.arena.opponent_assignment is None
+    assert not run.trainer.callbacks and "opponent_assignment" not in run.arena.stages
     request = EpisodeRequest("kuhn_poker", {"cards": "KQ"}, policies={"player2": "default"})
     with pytest.raises(ValueError, match="no actor 'player2'"):
         asyncio.run(run.arena.generate_rollouts([request]))

@@ -1,5 +1,5 @@
-"""Rewards of episodes and steps: rubrics, judges, group rewards, length penalties.
+"""Rewards of episodes and steps: rubrics, judges, group rewards.
 
-Read in this order: rubric, mix, token_rewards, invalid_action, verdicts, judge, group_rewards, leaves, length_penalty.
-May import: types, utils, chat, state, ops, arena.runtime, arena.recording.
+Read in this order: rubric, mix, token_rewards, invalid_action, verdicts, judge, group_rewards, leaves.
+May import: types, utils, chat, state, ops, samples, arena.runtime, arena.recording.
 """

@@ -15,6 +15,7 @@ from turnwise.arena.rewards.token_rewards import check_reward, check_rewarded, k
 from turnwise.arena.runtime.concurrency import FailureBudget, gather_or_cancel
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, use_context
 from turnwise.arena.runtime.private_text import LeakError
+from turnwise.samples.ledger import noted
 from turnwise.types import EpisodeRequest, GenerateResult
 from turnwise.types.protocols import ArenaRuntime
 from turnwise.utils.signals import exits_as_errors
@@ -129,10 +130,11 @@ def apply_group_scores(result: GenerateResult, said: Mapping[str, Any]) -> None:
     rollout.metrics.update(said.get("metrics", {}))
     try:
         if "error" not in said and said["dropped"] is None:
-            for actor, reward in said["rewards"].items():
-                total = rollout.rewards.get(actor, 0.0) + reward
-                where = f"the rewards of {rollout.id!r} with its group's, actor {actor!r}"
-                rollout.rewards[actor] = check_reward(total, where)
+            with noted(rollout, "group"):
+                for actor, reward in said["rewards"].items():
+                    total = rollout.rewards.get(actor, 0.0) + reward
+                    where = f"the rewards of {rollout.id!r} with its group's, actor {actor!r}"
+                    rollout.rewards[actor] = check_reward(total, where)
             keep_tokens(rollout, said.get("token_rewards", {}))
             check_rewarded(rollout)
             inherit_rewards(result)

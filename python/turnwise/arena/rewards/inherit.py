@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from turnwise.samples.ledger import noted
 from turnwise.types import CHILD, GenerateResult
 
 
@@ -33,7 +34,8 @@ def _pass_on(attempt: GenerateResult, node: GenerateResult, reward_of: Callable[
             continue
         reward = reward_of(actor)
         if reward is not None:
-            rollout.rewards = {actor: reward}
+            with noted(rollout, "inherited"):
+                rollout.rewards = {actor: reward}
         elif any(step.trainable for step in rollout.steps):
             raise ValueError(
                 f"actor {actor!r} of a child of episode {attempt.rollout.episode_type!r} acted and has no reward: the "

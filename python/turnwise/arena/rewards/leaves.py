@@ -13,6 +13,7 @@ from turnwise.arena.rewards.token_rewards import keep_tokens
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import EpisodeContext, use_context
 from turnwise.arena.runtime.user_code import close_states, hook
+from turnwise.samples.ledger import note_rewards
 from turnwise.state import prune, to_python
 from turnwise.types import EpisodeState, GenerateResult, Rollout, Step
 from turnwise.types.protocols import ArenaForHooks
@@ -65,7 +66,9 @@ async def score_state(episode: ScoredEpisode, arena: ArenaForHooks, rollout: Rol
         return Score({str(failed.actor_id): float(failed.reward or 0.0)}, zeros)
     rollout.extras = to_python(dict(await hook(episode.get_extras, state) or {}))
     score = await episode.rubric.score(rollout, arena, state)
+    before = dict(score.rewards)
     add_differences(score.rewards, state.trajectory, arena.mix_of(rollout.episode_type).difference)
+    note_rewards(rollout, "difference", before, score.rewards)
     return score
 
 

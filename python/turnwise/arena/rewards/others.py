@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from turnwise.arena.runtime.tool_rounds import ROUND
+from turnwise.samples.ledger import note
 from turnwise.types import PAID_LATER, PAID_OTHERS, Step
 
 
@@ -44,6 +45,7 @@ def pay_others(paths: Sequence[Sequence[Step]]) -> None:
             if ROUND in each.info and (each.actor_id, each.turn) == (step.actor_id, step.turn)
         ]
         step.info[PAID_LATER] = amount
+        note(step.info, "reward", "paid_by_others", step.reward, step.reward + amount)
         step.reward += amount
         for each in same_turn:
             each.reward = step.reward

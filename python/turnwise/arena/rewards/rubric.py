@@ -19,6 +19,7 @@ from turnwise.arena.runtime.private_text import LeakError
 from turnwise.arena.runtime.recording_hooks import recorded_limit
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import count_error
+from turnwise.samples.ledger import note_rewards
 from turnwise.types import CHILD_ACTORS, EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import unique_names
@@ -188,12 +189,15 @@ class Rubric:
         if mix.threshold is not None:
             if score.token_rewards:
                 raise ValueError(f"threshold={mix.threshold!r}: got rewards by token, expected numbers")
-            score.rewards = {actor: mix.binary(reward) for actor, reward in score.rewards.items()}
+            before, score.rewards = score.rewards, {actor: mix.binary(value) for actor, value in score.rewards.items()}
+            note_rewards(rollout, "threshold", before, score.rewards)
+        before = dict(score.rewards)
         for index, value in zip(self._single, values, strict=True):
             if index in self.valid and mix.invalid_cost:
                 for actor, (share, _) in _by_actor(self.names[index], value, rollout).items():
                     if actor in _actors_of(rollout):
                         score.rewards[actor] = score.rewards.get(actor, 0.0) - mix.cost(share)
+        note_rewards(rollout, "invalid_cost", before, score.rewards)
         return score
 
     @property

@@ -8,12 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from turnwise.utils.registry import problem as problem
+
 Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-def problem(key: str, reason: str, value: Any = ...) -> str:
-    """Return the line ``config key 'loss.kl.coef' = 0.1: <reason>``, without the value if none is given."""
-    return f"config key {key!r}{'' if value is ... else f' = {value!r}'}: {reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

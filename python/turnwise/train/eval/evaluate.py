@@ -12,7 +12,7 @@ import numpy as np
 
 from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
-from turnwise.arena.task_labels import TASK
+from turnwise.arena.stages.task_labels import TASK
 from turnwise.samples.pack import with_zero_counts
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Sampling

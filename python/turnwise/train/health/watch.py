@@ -146,7 +146,7 @@ class Watch:
 
     def _advantages(self, batch: TrainingBatch, trained: int) -> None:
         """Check that some of the samples that train have an advantage, as other terms of the loss train them too."""
-        if trained and not batch.advantages.any() and self._trainer.arena.distillation is None:
+        if trained and not batch.advantages.any() and batch.token_advantages is None:
             parts = ((name.partition("without_advantage/")[2], int(count)) for name, count in batch.metrics.items())
             counts = Counter({cause: count for cause, count in parts if cause})
             main = next(iter(counts.most_common(1)), ("", 0))[0]

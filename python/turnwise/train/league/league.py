@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from turnwise.arena import Stage
 from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.schema import LeagueConfig
 from turnwise.train.league.payoffs import GameResult, Payoffs, bradley_terry, game_of
@@ -53,6 +54,7 @@ class League(Callback):
         self.pool, self.payoffs = Pool(folder, config.size), Payoffs()
         self.groups, self.seed = groups, seed
         self.seating = Seats(self)
+        self.stages = [self.seating]
 
     # -- the pool ------------------------------------------------------------------------------------------------------
     async def on_start(self, trainer: TrainerView) -> None:
@@ -178,13 +180,17 @@ class League(Callback):
         self.payoffs.load_state_dict(state)
 
 
-class Seats:
+class Seats(Stage):
     """The league's part in an arena: numbers the batches, and is rewound with the arena if a batch is drawn again."""
+
+    name = "opponent_assignment"
 
     def __init__(self, league: League) -> None:
         self.league, self.batches = league, 0
 
-    async def seat(self, requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
+    async def draw(self, arena: Any, requests: Sequence[EpisodeRequest]) -> list[EpisodeRequest]:
+        if arena.filters.dynamic_sampling_rounds:
+            raise ValueError("filters.dynamic_sampling_rounds: expected 0 with a league, as each draw seats others")
         batch, self.batches = self.batches, self.batches + 1
         return await self.league.seat(batch, requests)
 

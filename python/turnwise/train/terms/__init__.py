@@ -2,5 +2,5 @@
 
 Read in this order: term, registry, policy_loss, loss_types, masks, kl, entropy, teaching, observations,
 token_advantages, critic, baseline.
-May import: types, utils, ops, samples, train.config, train.model.
+May import: types, utils, ops, arena.stages, samples, train.config, train.model.
 """

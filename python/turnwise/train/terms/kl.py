@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.ops import KL
-from turnwise.samples.pack import pack
+from turnwise.samples.pack import pack, penalize
 from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import KLConfig, LossConfig
 from turnwise.train.config.schema import TrainConfig
@@ -65,6 +66,10 @@ class KLTerm(Term):
             )
         computed = self.is_on(config) and self.present
         self.kl = KL(kl.estimator, self.present, kl.importance_weighted) if computed else None
+
+    def stages(self, config: LossConfig, learner: Any) -> Iterator[Stage]:
+        if in_reward(config.kl):
+            yield KLPenalty(learner.policies, config.kl, learner.reference_logprobs)
 
     def beside_advantage(self, config: LossConfig) -> list[str]:
         return ["loss.kl"] if config.kl.coef > 0 and self.is_on(config) else []
@@ -178,14 +183,17 @@ def in_reward(config: KLConfig) -> bool:
     return config.coef > 0 and config.apply_to == "reward"
 
 
-class KLPenalty:
+class KLPenalty(Stage):
     """The penalty ``coef * sum(sampled - reference log-prob)`` over a row's trained tokens, taken from its reward.
 
     The sum is the k1 estimate of ``KL(sampler || reference)`` of the row, under the weights that sampled it;
-    ``reference_logprobs`` are those of :class:`~turnwise.train.learner.learner.Learner`. The
-    trainer sets it as ``arena.reward_penalty``, and calls :meth:`adapt` after the update. Rows of policies without a
-    reference have no penalty, and none of actors that learn from their teachers alone: no reward reaches them.
+    ``reference_logprobs`` are those of :class:`~turnwise.train.learner.learner.Learner`. Rows of policies without a
+    reference have no penalty, and none of actors that learn from their teachers alone: no reward reaches them. Steps
+    and metrics keep the whole reward.
     """
+
+    name = "kl"
+    changes, effect = "rewards", "adds"
 
     def __init__(
         self,
@@ -197,7 +205,13 @@ class KLPenalty:
         self.reference_logprobs = reference_logprobs
         self._measured: dict[str, dict[str, tuple[float, int, int]]] = {}
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+    def collected(self, arena: Any, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            if arena.stages.prepare(arena, sample):
+                sample.loss_mask = [0] * len(sample.completion_token_ids)  # it doesn't train, so it has no penalty
+        penalize(samples, self.penalties(samples))
+
+    def penalties(self, samples: Sequence[Sample]) -> list[float]:
         """Return the penalty ``[B]`` of each sample, in units of its reward."""
         penalties = np.zeros(len(samples))
         self._measured = {}
@@ -225,7 +239,7 @@ class KLPenalty:
         difference = np.where(trained, batch.rollout_logprobs.astype(np.float64) - reference, 0.0)
         return np.add.reduceat(difference, starts), np.add.reduceat(trained.astype(np.int64), starts)
 
-    def adapt(self) -> dict[str, float]:
+    def trained(self) -> dict[str, float]:
         """Adapt each policy's coefficient to the KL of the last batch, and return metrics.
 
         These are the KL (per token, k1), the coefficient that was used, and the mean penalty of a row. With several

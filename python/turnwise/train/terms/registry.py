@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.ops import PolicyLoss, policy_loss
 from turnwise.train.config.base import RunFacts, problem
 from turnwise.train.config.optimization import LossConfig
@@ -158,6 +159,11 @@ def teachers_replace_rewards(policies: Mapping[str, Policy], actors: Iterable[st
     """Note that these actors learn from their teachers alone."""
     for policy in policies.values():
         terms_of(policy).unrewarded = frozenset(actors)
+
+
+def stages_of_terms(config: LossConfig, learner: Any) -> list[Stage]:
+    """Return the stages that the terms of ``config`` add to the arena of a run that ``learner`` trains."""
+    return [stage for term in Terms().all.values() for stage in term.stages(config, learner)]
 
 
 def attach_terms(policy: Policy, config: LossConfig) -> None:

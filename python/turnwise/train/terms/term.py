@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.ops import aggregate
 from turnwise.train.config.base import RunFacts
 from turnwise.train.config.optimization import LossConfig
@@ -103,6 +104,10 @@ class Term:
 
     def attach(self, policy: Policy, config: LossConfig) -> None:
         """Add what the term trains beside the model of ``policy``. Raises ``ValueError`` for one that can't have it."""
+
+    def stages(self, config: LossConfig, learner: Any) -> Iterator[Stage]:
+        """Yield what an arena does for it around the episodes. Terms that are off are asked too."""
+        return iter(())
 
     def configure(self, config: LossConfig, actors: Sequence[str]) -> None:
         """Take the settings of the next updates. Raises ``ValueError`` naming the wrong key."""

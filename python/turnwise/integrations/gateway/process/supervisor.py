@@ -225,7 +225,9 @@ def watch(limits: "dict[str, int | str]", child: int) -> None:
             hidden = held.memory
             broken = disk_beyond(folder, held, int(limits["disk"]), int(limits["files"]))
             next_look = time.monotonic() + max(POLL, 9 * (time.monotonic() - began))
-        if not broken and (most := int(limits["memory"])) and memory_of(processes, hidden, most) > most:
+        # Processes that start, end or change while they are counted may count twice, so what is too much counts again.
+        over = (most := int(limits["memory"])) and memory_of(processes, hidden, most) > most
+        if not broken and over and memory_of(descendants_of(os.getpid()), hidden, most) > most:
             broken = f"more memory than memory_gb={most / 2**30:g}"
         if broken:
             print(f"turnwise: the container used {broken}, and was ended", file=sys.stderr, flush=True)
@@ -243,10 +245,12 @@ def memory_of(processes: "list[int]", hidden: int, most: int) -> int:
     if sum(used.values()) + hidden <= most:
         return sum(used.values()) + hidden
     total = hidden
-    for process, plain in used.items():
+    for process in used:
         shares = in_kilobytes(f"/proc/{process}/smaps_rollup", b"Pss", b"SwapPss")
-        total += shares - in_kilobytes(f"/proc/{process}/smaps_rollup", b"Pss_Shmem") if shares else plain
-        total += in_kilobytes(f"/proc/{process}/status", b"VmPTE") if shares else 0
+        shared = in_kilobytes(f"/proc/{process}/smaps_rollup", b"Pss_Shmem") if shares else 0
+        # A process that has just ended has no shares, nor anything else. One whose shares can't be read has the rest.
+        names = (b"VmPTE",) if shares else (b"VmRSS", b"VmPTE", b"VmSwap")
+        total += shares - shared + in_kilobytes(f"/proc/{process}/status", *names)
     return total
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 from turnwise.arena.rewards.leaves import reward_summary
+from turnwise.arena.stages.stage import RunParts, Stage
 from turnwise.types import GenerateResult, Rollout, Step
 
 
-@dataclass(frozen=True, slots=True)
-class OverlongPenalty:
+@dataclass(frozen=True)
+class OverlongPenalty(Stage):
     """``buffer`` is in tokens, ``penalty`` in reward. The limit is that of the model call, ``step.info["max_tokens"]``.
 
     Example: ``OverlongPenalty(100, 1.0).of(tokens=450, limit=500) == 0.5``
@@ -25,8 +27,15 @@ class OverlongPenalty:
     select the step. In a tree with several ends it lowers the actor's reward at each end that the step led to.
     """
 
+    name = "overlong"
+    changes, effect = "rewards", "adds"
     buffer: int
     penalty: float = 1.0
+
+    @classmethod
+    def build(cls, run: RunParts) -> Self | None:
+        buffer, penalty = run.config.reward.overlong_buffer, run.config.reward.overlong_penalty
+        return cls(buffer, penalty) if buffer else None
 
     def __post_init__(self) -> None:
         if self.buffer < 1:
@@ -38,7 +47,7 @@ class OverlongPenalty:
         """Return the reward that a completion of ``tokens`` tokens loses under ``limit``."""
         return self.penalty * min(1.0, max(0, tokens - (limit - self.buffer)) / self.buffer)
 
-    def apply(self, results: Sequence[GenerateResult]) -> None:
+    def rewarded(self, arena: Any, results: Sequence[GenerateResult]) -> None:
         """Lower the rewards of ``results`` and their children. A step that was seen before keeps its reward.
 
         Sets ``"overlong_penalty"`` and ``"raw_reward"`` in ``step.info``, and ``"raw_rewards"`` in ``rollout.meta``.

@@ -45,7 +45,7 @@ def test_of_several_ends_each_loses_what_its_steps_lost(own):
     meta = {"own_end": own, "ends": [{"rewards": {"a": 4.0}, "metrics": {}, "dropped": None} for _ in range(2)]}
     rollout = Rollout("r", "e", "q", steps, {"a": 4.0}, meta=meta)
     for _ in range(2):
-        OverlongPenalty(4).apply([GenerateResult(rollout)])
+        OverlongPenalty(4).rewarded(None, [GenerateResult(rollout)])
     assert [end["rewards"] for end in meta["ends"]] == [{"a": 3.5}, {"a": 2.5}]
     assert rollout.rewards == {"a": 3.5 if own == 0 else 3.0}
     assert [rollout.rewards_of(one)["a"] for one in steps[1:]] == [3.5, 2.5]
@@ -57,7 +57,7 @@ def test_own_rewards_and_the_actors_reward_are_lowered_once():
     failed = GenerateResult(Rollout("f", "e", "q", [step(10, 1.0)], error="Traceback"))
     top = GenerateResult(Rollout("r", "e", "q", steps, {"a": 2.0}), children=[child, failed])
     for _ in range(2):
-        OverlongPenalty(4).apply([top])
+        OverlongPenalty(4).rewarded(None, [top])
     assert [s.reward for s in steps] == [0.5, None, 0.0, 0.0, None]
     assert top.rollout.rewards == {"a": 0.75}, "less 0.5 and 0.75; what lost in the tree takes nothing"
     assert child.rollout.rewards == {"a": 2.0} and failed.rollout.steps[0].reward == 1.0
@@ -79,7 +79,7 @@ def test_the_arena_takes_it_before_credit_and_says_so(make_arena):
         lambda *call: next(replies),
         credit=Baseline(),
         sampling=Sampling(max_tokens=6),
-        overlong=OverlongPenalty(2, 0.5),
+        stages=[OverlongPenalty(2, 0.5)],
     )
     arena.add_episode(Talk())
     arena.source = lambda: [guess(), guess()]

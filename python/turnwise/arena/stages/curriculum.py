@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, Self
 
 from turnwise.arena.runtime.hashing import derive_seed
+from turnwise.arena.stages.stage import RunParts, Stage
+from turnwise.arena.stages.task_labels import TASK
 from turnwise.arena.stores.contents import UNKNOWN
 from turnwise.arena.stores.sampling import AttemptStats, Learnability, WeightedPool
-from turnwise.arena.task_labels import TASK
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout
+from turnwise.utils.registry import problem
 
 CURRICULUM = "curriculum"
 """Key of the meta of drawn requests and their rollouts: ``{"question": "5f0c...", "batch": 3, "p": 0.25}``."""
@@ -249,3 +251,65 @@ class Curricula:
         for task, each in state.items():
             if task in self.curricula:
                 self.curricula[task].load_state_dict(each)
+
+
+class CurriculumStage(Stage):
+    """Draws the questions of each batch from a curriculum, and lets it learn from those that are packed.
+
+    Example: ``arena.add_stage(CurriculumStage(Curriculum(task.question_pool(100), metric="solved/solver")))``
+    """
+
+    name = "curriculum"
+    rewinds = False
+
+    def __init__(self, curriculum: Curriculum | Curricula) -> None:
+        self.curriculum = curriculum
+
+    @classmethod
+    def build(cls, run: RunParts) -> Self | None:
+        """Build the curriculum over the questions of each task."""
+        if run.config.curriculum.sampling == "task":
+            return None
+        parts = getattr(run.task, "parts", None)
+        if parts is None:
+            return cls(_curriculum_of(run.config, run.task))
+        each = {name: _curriculum_of(run.config, part.task) for name, part in parts.items()}
+        return cls(Curricula(each, run.task.counts, run.task.labelled))
+
+    def questions(self, arena: Any, number: int, questions: int, copies: int) -> list[EpisodeRequest] | None:
+        return self.curriculum.draw(arena.batches - 1, number, questions, copies)
+
+    def packed(self, arena: Any, results: Sequence[GenerateResult]) -> Mapping[str, float]:
+        return self.curriculum.record(results, arena.attempt_result)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return self.curriculum.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.curriculum.load_state_dict(state)
+
+
+def _curriculum_of(config: Any, task: Any) -> Curriculum:
+    settings = config.curriculum
+    if not callable(getattr(task, "question_pool", None)):
+        reason = (
+            f"task {task.name!r} has no method question_pool(n), which returns one request for each training question: "
+            "see turnwise.tasks.base.PooledTask"
+        )
+        raise ValueError(problem("curriculum.sampling", reason, settings.sampling))
+    try:
+        pool = task.question_pool(settings.pool)
+    except ValueError as error:
+        raise ValueError(problem("curriculum.pool", str(error), *([settings.pool] if settings.pool else []))) from error
+    try:
+        return Curriculum(
+            pool,
+            metric=task.success_metric,
+            uniform=settings.uniform,
+            window=settings.window,
+            gate=settings.gate,
+            ahead=config.loop.max_staleness,
+            seed=config.seed,
+        )
+    except ValueError as error:
+        raise ValueError(problem("curriculum", f"task {task.name!r}: {error}")) from error

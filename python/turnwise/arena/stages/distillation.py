@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import count_error, count_in_process
+from turnwise.arena.stages.stage import BatchNotes, RunParts, Stage
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.filters import StepKey
 from turnwise.samples.pack import GRAMMAR
 from turnwise.types import (
     GenerateResult,
-    InferenceClient,
     Messages,
     ModelRequest,
     Rollout,
@@ -42,9 +41,9 @@ TOKENS, KL = "token_advantages", "teacher_kl"
 Hint = Literal["none", "best", "episode"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distillation:
-    """Teachers of actors, for ``arena.distillation``.
+@dataclass(frozen=True, kw_only=True)
+class Distillation(Stage):
+    """Teachers of actors, for ``arena.add_stage``.
 
     ``teachers`` maps actors to the policies that teach them, which the arena's client must serve and score with.
     ``coef`` scales the advantages of the tokens. With ``add_to_reward`` they are added to the credit rule's; without it
@@ -53,9 +52,11 @@ class Distillation:
     ``"episode"`` the text of :meth:`~turnwise.arena.Episode.hint`. A call without a hint then has no teacher. Without
     ``scores`` no teacher is asked here, as the trainer's loss has its KL.
 
-    Example: ``arena.distillation = Distillation(teachers={"reviser": "big"}, coef=1.0)``
+    Example: ``arena.add_stage(Distillation(teachers={"reviser": "big"}, coef=1.0))``
     """
 
+    name = "distillation"
+    changes, effect = "advantages", "replaces"
     teachers: Mapping[str, str]
     coef: float = 1.0
     add_to_reward: bool = False
@@ -68,13 +69,21 @@ class Distillation:
         if self.hint not in ("none", "best", "episode"):
             raise ValueError(f"hint={self.hint!r}: expected 'none', 'best' or 'episode'")
 
+    @classmethod
+    def build(cls, run: RunParts) -> Self | None:
+        settings, teachers = run.config.distill, run.config.teachers()
+        if not teachers:
+            return None
+        return cls(teachers=teachers, **settings.model_dump(exclude={"top_k"}), scores=not settings.top_k)
+
     @property
-    def unrewarded(self) -> frozenset[str]:
+    def unrewarded(self) -> frozenset[str]:  # type: ignore[override]
         """The actors whose rewards their teachers replace."""
         return frozenset() if self.add_to_reward else frozenset(self.teachers)
 
-    def check(self, policies: Mapping[str, str], client: InferenceClient) -> None:
-        """Raise ``ValueError`` unless ``client`` can score with each teacher. ``policies`` are those of the actors."""
+    def attach(self, arena: Any, learner: Any) -> None:
+        """Raise ``ValueError`` unless the arena's client can score with each teacher."""
+        policies, client = {actor.id: actor.policy for actor in arena.actors.values()}, arena.client
         for actor, teacher in self.teachers.items():
             if actor not in policies:
                 raise ValueError(f"teachers={dict(self.teachers)}: expected actors, {sorted(policies)}, got {actor!r}")
@@ -92,7 +101,7 @@ class Distillation:
                     "a client with score(requests, completions), such as those of rollout.client"
                 )
 
-    async def score(self, arena: Any, results: Sequence[GenerateResult]) -> None:
+    async def sampled(self, arena: Any, results: Sequence[GenerateResult]) -> None:
         """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.info``."""
         # Log-probs under a grammar are those over the allowed tokens, so no teacher's can be compared with them.
         free = [sample for sample in collect_samples(results) if GRAMMAR not in sample.info]
@@ -146,21 +155,16 @@ class Distillation:
             for sample, one, answer in zip(samples, better, answers, strict=True)
         ]
 
-    def zero_row_advantages(self, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[StepKey, str]:
-        """Without ``reward``, set the advantages of taught actors' calls to 0: their tokens have their own.
-
-        Return the cause of 0 for calls that a teacher has not scored.
-        """
-        if self.add_to_reward:
-            return {}
+    def credited(
+        self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample], notes: BatchNotes
+    ) -> None:
+        """Set the advantages of actors that learn from their teachers alone to 0: their tokens have their own."""
         steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
-        causes = {}
         for sample in samples:
-            if sample.actor in self.teachers:
+            if sample.actor in self.unrewarded:
                 steps[sample.rollout_id][sample.step_index].advantage = 0.0
                 if TOKENS not in sample.info:
-                    causes[sample.rollout_id, sample.step_index] = "untaught"
-        return causes
+                    notes.causes[sample.rollout_id, sample.step_index] = "untaught"
 
 
 async def _hint_of(arena: Any, rollout: Rollout, step: Step) -> str | None:

@@ -9,15 +9,33 @@ several tasks, each keeps as many questions as it has in the first batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from turnwise.arena.runtime.user_code import hook
-from turnwise.arena.task_labels import TASK
+from turnwise.arena.stages.stage import Stage
+from turnwise.arena.stages.task_labels import TASK
 from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples
 from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Sample
 from turnwise.types.protocols import ArenaRuntime
+
+
+class DynamicSampling(Stage):
+    """Samples with ``filters.dynamic_sampling_rounds`` further draws (:func:`sample_until_full`)."""
+
+    name = "dynamic_sampling"
+    always = True
+
+    async def sample(
+        self, arena: Any, requests: Sequence[EpisodeRequest], on_requests_fixed: Callable[[], None]
+    ) -> list[GenerateResult] | None:
+        if not arena.filters.dynamic_sampling_rounds:
+            return None
+        return await sample_until_full(arena, requests, on_requests_fixed)
+
+    def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> Mapping[str, float]:
+        return describe_draws(results, samples) if arena.filters.dynamic_sampling_rounds else {}
 
 
 async def sample_until_full(
@@ -53,7 +71,7 @@ async def sample_until_full(
         if len(kept) == wanted.total():
             on_requests_fixed()
             break
-        requests = await hook(arena.get_batch)
+        requests = await arena.stages.draw(arena, await hook(arena.get_batch))
     # Questions outside the quota stay in the results, and do not train.
     over_quota = set(informative) - kept
     for top in results:
@@ -81,18 +99,13 @@ def informative_groups(arena: ArenaRuntime, results: Sequence[GenerateResult]) -
     return [group_id for group_id in dict.fromkeys(top.group_id for top in results) if group_id in teaching]
 
 
-def state_of(credit: CreditAssigner | None) -> dict[str, Any] | None:
-    """Return ``credit.state_dict()``, ``{}`` if the rule has no such method, ``None`` without a rule."""
-    return None if credit is None else getattr(credit, "state_dict", dict)()
-
-
 def check_stateless(credit: CreditAssigner | None) -> None:
     """Raise ``ValueError`` without a rule, and for one with state, which must not see a batch twice."""
     if credit is None:
         raise ValueError(
             "filters.dynamic_sampling_rounds needs credit=...: questions are dropped when all their advantages are 0"
         )
-    if state_of(credit):
+    if getattr(credit, "state_dict", dict)():
         raise ValueError(
             "filters.dynamic_sampling_rounds calls the credit rule before a batch is whole, and "
             f"{type(credit).__name__} learns from each batch. Use a rule without state, or dynamic_sampling_rounds=0"

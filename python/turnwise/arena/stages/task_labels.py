@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
+from turnwise.arena.stages.stage import RunParts, Stage
 from turnwise.types import GenerateResult, Sample
 
 TASK = "task"
@@ -15,17 +17,24 @@ SUCCESS = "success"
 """Metric of a rollout: the success of its own task, ``<task>/success`` beside it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskLabels:
+@dataclass(frozen=True)
+class TaskLabels(Stage):
     """``metrics`` names the success metric of each task, ``shares`` its share of a step, which add up to 1.
 
     Example: ``TaskLabels({"sudoku": "solved/proposer", "gsm8k": "right/solver"}, {"sudoku": 0.5, "gsm8k": 0.5})``
     """
 
+    name = "task_labels"
+    evaluates = True
     metrics: Mapping[str, str]
     shares: Mapping[str, float]
 
-    def label(self, results: Sequence[GenerateResult]) -> None:
+    @classmethod
+    def build(cls, run: RunParts) -> Self | None:
+        labels = getattr(run.task, "labels", None)
+        return None if labels is None else labels()
+
+    def ended(self, results: Sequence[GenerateResult]) -> None:
         """Add the success of its own task to the metrics of each top rollout, and its other metrics under its task.
 
         The counts of the gateway and of tools have no second name.
@@ -44,7 +53,7 @@ class TaskLabels:
                 own[SUCCESS] = rollout.metrics[SUCCESS] = rollout.metrics[self.metrics[task]]
             rollout.metrics |= {f"{task}/{name}": value for name, value in own.items()}
 
-    def count(self, samples: Sequence[Sample], results: Sequence[GenerateResult]) -> dict[str, float]:
+    def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> Mapping[str, float]:
         """Return the metrics of each task: ``episodes`` and ``sampled_tokens`` of ``results``, and the ``samples`` and
         ``tokens`` that train."""
         rows, tokens = Counter[str](), Counter[str]()

@@ -1,0 +1,49 @@
+"""Finds the tokens that the grammar of a call allowed, for trainers that renormalise over them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from turnwise.arena.stages.stage import Stage
+from turnwise.chat.grammar import GrammarError, allowed_tokens
+from turnwise.samples.pack import GRAMMAR
+from turnwise.types import ClientCapabilities, Grammar, Sample, capabilities_of
+
+CONSTRAINED = "constrained"
+"""Cause for which a call under a grammar does not train."""
+
+
+class GrammarMasks(Stage):
+    """Sets ``allowed`` of samples with a grammar. Under a trainer that can't take it, they don't train."""
+
+    name = "grammar_masks"
+    always = True
+    unsupported = "only turnwise's own trainer renormalises over the allowed tokens"
+    """Why calls under a grammar do not train; empty under a trainer that takes them."""
+
+    def attach(self, arena: Any, learner: Any) -> None:
+        needing = [
+            name for name, episode in arena.episodes.items() if getattr(episode, "samples_under_grammars", False)
+        ]
+        if needing and not capabilities_of(arena.client, ClientCapabilities).grammars:
+            raise ValueError(
+                f'episode {needing[0]!r}: samples under grammars (gateway.structured = "constrained"), which '
+                f"{type(arena.client).__name__} can't; expected rollout.client = 'transformers', or 'vllm' with "
+                "servers of its own"
+            )
+        self.unsupported = learner.constrained_unsupported_reason
+
+    def prepare(self, arena: Any, sample: Sample) -> str:
+        if GRAMMAR not in sample.info:
+            return ""
+        reason = self.unsupported
+        if not reason:
+            try:
+                tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.info[GRAMMAR])
+                sample.allowed = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
+                return ""
+            except GrammarError as error:
+                reason = str(error)
+        warnings.warn(f"calls that were sampled under a grammar do not train: {reason}", RuntimeWarning, stacklevel=2)
+        return CONSTRAINED

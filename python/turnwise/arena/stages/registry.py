@@ -1,0 +1,42 @@
+"""The list of stages: those that every arena has, and those that a run with a config has."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+from turnwise.arena.stages.stage import RunParts, Stage
+from turnwise.arena.stages.stages import Stages
+
+STAGES = (
+    "store_attempts:StoreAttempts",
+    "curriculum:CurriculumStage",
+    "dynamic_sampling:DynamicSampling",
+    "task_labels:TaskLabels",
+    "distillation:Distillation",
+    "turn_shaping:TurnShaping",
+    "overlong:OverlongPenalty",
+    "grammar_masks:GrammarMasks",
+    "mixed_prompts:MixedPrompts",
+)
+"""The stages in their order: modules of this room and their classes. This line is all that registers one."""
+
+
+@cache
+def classes(stages: tuple[str, ...]) -> tuple[type[Stage], ...]:
+    """Import the classes of a list."""
+    found = []
+    for entry in stages:
+        module, _, name = entry.partition(":")
+        found.append(getattr(import_module(f"turnwise.arena.stages.{module}"), name))
+    return tuple(found)
+
+
+def own_stages() -> Stages:
+    """Return the stages that every arena has."""
+    return Stages([kind() for kind in classes(STAGES) if kind.always])
+
+
+def stages_of(run: RunParts) -> list[Stage]:
+    """Return the stages that the config of a run adds. Raises ``ValueError`` naming the wrong key."""
+    return [stage for kind in classes(STAGES) if (stage := kind.build(run)) is not None]

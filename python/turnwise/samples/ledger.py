@@ -1,0 +1,77 @@
+"""What changed a reward or an advantage, in order: ``turnwise credit RUN --trace`` prints it.
+
+Whatever changes a value notes its name, the value before and the value after. A value that nothing changed has no note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from turnwise.types import GenerateResult, Rollout, Sample, Step
+
+LEDGER = "ledger"
+"""Key of ``step.info``, and of ``rollout.meta``: a list of ``[what, name, before, after]``. ``what`` is ``"reward"`` or
+``"advantage"`` of a step; of a rollout it is the actor whose reward changed."""
+
+
+def note(holder: dict[str, Any], what: str, name: str, before: float | None, after: float | None) -> None:
+    """Note a change in the info of a step or the meta of a rollout, if it is one."""
+    if before != after:
+        holder.setdefault(LEDGER, []).append([what, name, before, after])
+
+
+def note_rewards(rollout: Rollout, name: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Note each actor's change in the rewards of a rollout."""
+    for actor in dict.fromkeys([*before, *after]):
+        note(rollout.meta, actor, name, before.get(actor), after.get(actor))
+
+
+@contextmanager
+def noted(rollout: Rollout, name: str) -> Iterator[None]:
+    """Note what a block changes in the rewards of a rollout."""
+    before = dict(rollout.rewards)
+    yield
+    note_rewards(rollout, name, before, rollout.rewards)
+
+
+@contextmanager
+def noted_results(results: Sequence[GenerateResult], name: str) -> Iterator[None]:
+    """Note what a block changes in the rewards of all steps and rollouts of ``results``."""
+    rollouts = [node.rollout for top in results for node in top.walk()]
+    of_actors = [dict(rollout.rewards) for rollout in rollouts]
+    steps = [step for rollout in rollouts for step in rollout.steps]
+    of_steps = [step.reward for step in steps]
+    yield
+    for rollout, before in zip(rollouts, of_actors, strict=True):
+        if rollout.rewards != before:
+            note_rewards(rollout, name, before, rollout.rewards)
+    for step, reward in zip(steps, of_steps, strict=True):
+        if step.reward != reward:
+            note(step.info, "reward", name, reward, step.reward)
+
+
+@contextmanager
+def noted_samples(results: Sequence[GenerateResult], samples: Sequence[Sample], name: str) -> Iterator[None]:
+    """Note what a block changes in the rewards of samples, which their steps keep."""
+    before = [sample.reward for sample in samples]
+    yield
+    changed = [sample.reward != reward for sample, reward in zip(samples, before, strict=True)]
+    for step, sample, reward in zip(_steps(results, samples) if any(changed) else (), samples, before, strict=False):
+        note(step.info, "reward", name, reward, sample.reward)
+
+
+@contextmanager
+def noted_advantages(results: Sequence[GenerateResult], samples: Sequence[Sample], name: str) -> Iterator[None]:
+    """Note what a block changes in the advantages of the steps of ``samples``."""
+    steps = _steps(results, samples)
+    before = [step.advantage for step in steps]
+    yield
+    for step, advantage in zip(steps, before, strict=True):
+        note(step.info, "advantage", name, advantage, step.advantage)
+
+
+def _steps(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> list[Step]:
+    steps = {node.rollout.id: node.rollout.steps for top in results for node in top.walk()}
+    return [steps[sample.rollout_id][sample.step_index] for sample in samples]
