@@ -83,7 +83,11 @@ class Arena(ArenaSetup):
 
         Several batches may be sampled at once: start the next one after this one has called ``on_requests_fixed()``.
         """
-        results = await self.stages.sample(self, await self.draw(), on_requests_fixed)
+        requests = await self.draw()
+        results = await self.stages.sample(self, requests, on_requests_fixed)
+        if results is None:
+            on_requests_fixed()  # the next batch starts when this one waits for its first model call
+            results = await self.generate_rollouts(requests)
         await self.stages.sampled(self, results)
         return results
 
