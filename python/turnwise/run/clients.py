@@ -58,12 +58,12 @@ def check_client(config: TrainConfig) -> None:
     batched = [
         name
         for name, pool in config.cluster.engines.items()
-        if pool.engine != "transformers" or pool.options.get("max_batch_rows") != 1
+        if pool.engine != "transformers" or pool.options.get("max_batch_size") != 1
     ]
     if config.loop.deterministic and batched:
         raise ConfigError(
             f"config key 'loop.deterministic' = True: answers of the engines {batched[0]!r} depend on their batch; use "
-            "engine = 'transformers' with options.max_batch_rows = 1"
+            "engine = 'transformers' with options.max_batch_size = 1"
         )
 
 

@@ -97,7 +97,7 @@ class VLLMClient(RoutingClient):
         if grammars:
             args["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, which the trainer uses too
         args |= engine_args or {}
-        shared = {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": args}
+        shared = {"max_batch_size": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": args}
         groups = _by_base(models)
         configs = [next(iter(group.values())).config.get_text_config() for group in groups]
         routed = [routed_experts and experts_of(config) is not None for config in configs]
