@@ -51,7 +51,7 @@ class RayBackend:
     def __enter__(self) -> RayBackend:
         ray = _ray(self._settings)
         try:
-            ray.init(**_where(self._settings.address), log_to_driver=False, logging_level="ERROR")
+            ray.init(**_init_arguments(self._settings.address), log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"config key 'cluster.address' = {self._settings.address!r}: no Ray cluster can be joined there: "
@@ -235,7 +235,7 @@ def _ray(settings: ClusterConfig) -> Any:
     return ray
 
 
-def _where(address: str) -> dict[str, Any]:
+def _init_arguments(address: str) -> dict[str, Any]:
     """Return the arguments of ``ray.init`` that name the cluster."""
     if address.startswith("ray://"):
         raise ConfigError(

@@ -212,16 +212,17 @@ class Endpoint:
                     self._reject(where, answer.status, answer.headers, content)
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise EndpointError(
-                f"{where} can't be reached: {_text_of(error)}; is it started, and is this its address?", retryable=True
+                f"{where} can't be reached: {_describe_error(error)}; is it started, and is this its address?",
+                retryable=True,
             ) from error
         except TimeoutError as error:
             raise EndpointError(f"{where} gave no answer within timeout={limit:g} seconds") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EndpointError(
-                f"{where} was cut off in the middle of its answer: {_text_of(error)}", retryable=True
+                f"{where} was cut off in the middle of its answer: {_describe_error(error)}", retryable=True
             ) from error
         except aiohttp.ClientError as error:
-            raise EndpointError(f"{where} does not speak HTTP: {_text_of(error)}") from error
+            raise EndpointError(f"{where} does not speak HTTP: {_describe_error(error)}") from error
         if not reads or not content:
             return None
         try:
@@ -332,7 +333,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     return 0.0
 
 
-def _text_of(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

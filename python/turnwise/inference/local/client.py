@@ -20,14 +20,14 @@ from turnwise.chat.tokenizers import keep_ends, own_copy
 from turnwise.inference.common.base import (
     ClientBase,
     completion_limit,
+    find_policy,
     gather_all,
-    policy_of,
     scored_ids,
     scored_response,
     stop_check,
     stop_token_ids,
 )
-from turnwise.inference.common.hf_model import limit_head, tokens_of, vocabulary_size
+from turnwise.inference.common.hf_model import count_tokens, limit_head, vocabulary_size
 from turnwise.inference.local.batches import PendingRequest, policy_batches
 from turnwise.inference.local.decode import Completion, SequenceSpec, Work, complete
 from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_models, sampling_mode
@@ -113,7 +113,7 @@ class TransformersClient(ClientBase):
             raise ValueError("policies is empty: expected at least one model")
         for model in models.values():
             keep_ends(tokenizer, getattr(model, "generation_config", None))
-            limit_head(model, tokens_of(tokenizer))
+            limit_head(model, count_tokens(tokenizer))
         self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens
@@ -196,14 +196,14 @@ class TransformersClient(ClientBase):
         adapter's weights, with or without the whole shared base. All names and shapes are checked before anything is
         copied; see :func:`copy_weights`.
         """
-        loaded = policy_of(self._policies, policy)
+        loaded = find_policy(self._policies, policy)
         with self._busy:
             copy_weights(loaded.model, weights, policy)
             loaded.version = version
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
-        return policy_of(self._policies, policy).version
+        return find_policy(self._policies, policy).version
 
     async def pause(self) -> None:
         """Hold back new batches, and return once no batch runs. Requests wait until :meth:`resume`."""
@@ -245,7 +245,7 @@ class TransformersClient(ClientBase):
 
     # -- requests -----------------------------------------------------------------------------------------------------
     def _row(self, request: ModelRequest) -> SequenceSpec:
-        loaded, sampling = policy_of(self._policies, request.policy), request.sampling
+        loaded, sampling = find_policy(self._policies, request.policy), request.sampling
         limit = completion_limit(request, vocabulary_size(loaded.model), loaded.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return SequenceSpec(
@@ -258,7 +258,7 @@ class TransformersClient(ClientBase):
         )
 
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:
-        loaded = policy_of(self._policies, request.policy)
+        loaded = find_policy(self._policies, request.policy)
         whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
         room = None if loaded.context_length is None else loaded.context_length + 1  # no new token needs room
         completion_limit(whole, vocabulary_size(loaded.model), room)

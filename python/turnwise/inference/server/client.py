@@ -22,12 +22,12 @@ from turnwise.inference.common.base import (
     check_sampling_by_vllm,
     completion_limit,
     cut_at_stop,
-    policy_of,
+    find_policy,
     scored_as_prompt,
     scored_response,
     stop_token_ids,
 )
-from turnwise.inference.common.hf_model import tokens_of
+from turnwise.inference.common.hf_model import count_tokens
 from turnwise.inference.common.http import Endpoint, EndpointError, reading
 from turnwise.inference.server.launch import LOAD
 from turnwise.inference.server.policies import describe_policies
@@ -118,7 +118,7 @@ class VLLMServerClient(GatedScoringClient):
         named = isinstance(transfer, str)
         self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
         self._policies, base = describe_policies(models, place, self._mark)
-        self._server = RemoteServer(self._endpoint, self._mark, in_flight, tokens_of(tokenizer) or math.inf)
+        self._server = RemoteServer(self._endpoint, self._mark, in_flight, count_tokens(tokenizer) or math.inf)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
         self._synced = False  # True once the server has received this client's weights
@@ -140,7 +140,7 @@ class VLLMServerClient(GatedScoringClient):
         shapes are checked before anything is sent. If an update fails, the client raises ``ModelError``, and samples
         nothing until a later call succeeds.
         """
-        state = policy_of(self._policies, policy)
+        state = find_policy(self._policies, policy)
         if self._closed:
             raise ModelError("the client is closed")
         if not state.base_shapes:
@@ -152,7 +152,7 @@ class VLLMServerClient(GatedScoringClient):
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
-        return policy_of(self._policies, policy).version
+        return find_policy(self._policies, policy).version
 
     @property
     def ready(self) -> bool:
@@ -199,7 +199,7 @@ class VLLMServerClient(GatedScoringClient):
 
     # -- requests, in the endpoint's thread ----------------------------------------------------------------------------
     def _check(self, request: ModelRequest) -> None:
-        policy_of(self._policies, request.policy)
+        find_policy(self._policies, request.policy)
         check_sampling_by_vllm(request.sampling)
         if request.scored_token_ids is not None and request.sampling.temperature != 1:
             raise ValueError(
@@ -249,10 +249,10 @@ class VLLMServerClient(GatedScoringClient):
         completion = read_completion(content, self._server.where, limit, info.vocabulary)
         if request.sampling.grammar is not None:  # in a dead end vLLM samples the end of the sequence
             await to_thread(check_end, self._tokenizer, request.sampling.grammar, completion.token_ids)
-        versions = self._versions_of(request.policy, completion)
+        versions = self._read_versions(request.policy, completion)
         if versions is None:
             await self._wait_for_update()
-            versions = self._versions_of(request.policy, completion)
+            versions = self._read_versions(request.policy, completion)
         if versions is None:
             raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", retryable=True)
         if request.scored_token_ids is not None:
@@ -270,7 +270,7 @@ class VLLMServerClient(GatedScoringClient):
     async def _wait_for_update(self) -> None:
         """Return once this client knows the server's weights, if another client sends them."""
 
-    def _versions_of(self, policy: str, completion: ServerCompletion) -> PolicyVersions | None:
+    def _read_versions(self, policy: str, completion: ServerCompletion) -> PolicyVersions | None:
         """Convert labels to runs of ``policy``'s versions. ``None`` if a label is not from this client."""
         if not self._sends:
             return [(len(completion.token_ids), 0)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from turnwise.inference.weights.load import shapes_of
+from turnwise.inference.weights.load import as_meta
 from turnwise.inference.weights.lora import AdaptedModel, AdapterFiles, full_weights
 
 
@@ -47,13 +47,13 @@ def describe_policies(
         plain: Any = model.shared.model if isinstance(model, AdaptedModel) else model
         if id(plain) not in bases:
             bases[id(plain)] = full_weights(model)
-            shapes[id(plain)] = shapes_of(bases[id(plain)])
+            shapes[id(plain)] = as_meta(bases[id(plain)])
         dtype = next(tensor.dtype for tensor in bases[id(plain)].values() if tensor.is_floating_point())
         state = policies[name] = ServedPolicy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
         state.base_shapes = shapes[id(plain)]
         if isinstance(model, AdaptedModel) and model.name is not None:
             state.served = f"{name}-{mark}"
-            state.adapter_shapes = shapes_of(model.state_dict())
+            state.adapter_shapes = as_meta(model.state_dict())
             state.adapter = AdapterFiles(state.served, folder / f"{name}-{mark}", model.shared.configs[model.name])
             state.adapter.write(model.state_dict())
     if len(bases) > 1:

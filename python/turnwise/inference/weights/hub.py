@@ -26,7 +26,7 @@ from torch import Tensor
 
 from turnwise.inference.weights.entrance import Entrance, Peer
 from turnwise.inference.weights.group import NUMBER_BYTES, BroadcastGroup, GroupFailed, GroupStore, Progress, TorchStore
-from turnwise.inference.weights.wire import Frame, proof_of
+from turnwise.inference.weights.wire import Frame, prove
 
 QUIET_SECONDS = 0.25
 """Seconds without another receiver after which a round begins, if no other is expected."""
@@ -324,7 +324,7 @@ class Hub:
         group.rehearse(number, check)
         wait_for("ready")
         for rank, peer in enumerate(peers, 1):
-            if peer.report.get("proof") != proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()):
+            if peer.report.get("proof") != prove(self._key, "rehearsal", self._mark, epoch, rank, number.hex()):
                 raise BroadcastLost(f"{peer.wire.there} proved another number than the one that was broadcast")
         deadline.restart()
         for peer in peers:

@@ -35,11 +35,11 @@ from turnwise.inference.weights.weight_block import (
     WeightHandle,
     WeightTransfer,
     check_block,
+    checksum,
     new_block,
     plan_layout,
     read_weights,
     storage_key,
-    sums_of,
 )
 from turnwise.inference.weights.wire import LOOPBACK, address_towards
 from turnwise.utils.files import replacement
@@ -164,7 +164,7 @@ class SafetensorsTransfer:
         self._remove = weakref.finalize(self, path.unlink, missing_ok=True)
         return {
             "kind": "safetensors", "path": str(path), "mark": self._mark, "sequence": self._sequence, "bytes": size,
-            "sums": sums_of(weights),
+            "sums": checksum(weights),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -347,6 +347,6 @@ def open_weights(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
                 f"the handle has {name}={handle.get(name)!r}: expected {type_.__name__}, as `send` makes it"
             )
     with _OPENERS[kind](handle) as weights:
-        if sums_of(weights) != handle["sums"]:
+        if checksum(weights) != handle["sums"]:
             raise TransferError("the weights that arrived have other sums than those that were sent")
         yield weights

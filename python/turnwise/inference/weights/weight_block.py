@@ -76,7 +76,7 @@ class BlockWriter:
         if block.is_cuda:
             torch.cuda.synchronize(block.device)  # other processes don't wait for this one's streams
         _write_bytes(block, 0, self._header(self.sequence, len(text), size))
-        return {"mark": self.mark, "sequence": self.sequence, "bytes": size, "sums": sums_of(weights)}
+        return {"mark": self.mark, "sequence": self.sequence, "bytes": size, "sums": checksum(weights)}
 
     def _header(self, sequence: int, index_bytes: int, size: int) -> bytes:
         return _HEADER.pack(_MAGIC, self.mark.encode(), sequence, index_bytes, size)
@@ -109,7 +109,7 @@ def check_block(block: Tensor, handle: WeightHandle) -> None:
         raise TransferError(f"the memory of weights number {handle['sequence']} holds {state} by now")
 
 
-def sums_of(weights: Mapping[str, Tensor]) -> str:
+def checksum(weights: Mapping[str, Tensor]) -> str:
     """Return a digest of the names, dtypes, shapes and sums of ``weights``. A change of any one bit changes it.
 
     The sum of a tensor is that of its bytes as 64-bit words, at the speed of memory on any device.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.runtime.context import require_context
-from turnwise.integrations.gateway.episode import Agent, call_agent, reported_reward, rewards_of
+from turnwise.integrations.gateway.episode import Agent, call_agent, read_rewards, reported_reward
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import ChildModel
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt, GatewayCall
@@ -172,7 +172,7 @@ class ReplayedEpisode(MultiTurnEpisode):
         extras = {**(result if isinstance(result, dict) else {}), "result": result}
         if self._reports:
             called = [answer.actor for answer in state.data["record"]]
-            extras["rewards"] = rewards_of(result, self.actors, list(dict.fromkeys(called)))
+            extras["rewards"] = read_rewards(result, self.actors, list(dict.fromkeys(called)))
         return extras
 
     async def _run_on(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> None:

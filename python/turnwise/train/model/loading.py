@@ -27,7 +27,7 @@ from turnwise.inference.common.model_files import (
     read_model,
     read_tokenizer,
 )
-from turnwise.inference.common.routed_experts import experts_of
+from turnwise.inference.common.routed_experts import find_experts
 from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, sharing, steps_in_training
 from turnwise.train.config.schema import TrainConfig
@@ -215,7 +215,7 @@ def build_policies(
         if (
             config.rollout.routing_replay
             and policy.trainable
-            and experts_of(policy.forward.lm.config.get_text_config())
+            and find_experts(policy.forward.lm.config.get_text_config())
         ):
             policy.forward.routers()  # now, while its weights are whole
     return policies

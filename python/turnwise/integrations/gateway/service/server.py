@@ -100,7 +100,7 @@ class GatewayServer:
         await self._runner.setup()
         sockets = await tcp_sockets(self.settings.host, self.settings.port)
         port = sockets[0].getsockname()[1]
-        self._listeners.append(Listener(sockets, self._handler_of(self._runner), self.settings.max_connections))
+        self._listeners.append(Listener(sockets, self._get_handler(self._runner), self.settings.max_connections))
         host = self.settings.host
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -109,7 +109,7 @@ class GatewayServer:
         """Listen at a Unix socket too for the block: a container without a network reaches it."""
         assert self._runner is not None, "not started"
         most = min(OF_CONTAINER, self.settings.max_connections)
-        listener = Listener([unix_socket(path)], self._handler_of(self._runner), most)
+        listener = Listener([unix_socket(path)], self._get_handler(self._runner), most)
         self._listeners.append(listener)
         try:
             yield
@@ -118,7 +118,7 @@ class GatewayServer:
             await listener.close()
 
     @staticmethod
-    def _handler_of(runner: web.AppRunner) -> Callable[[], Any]:
+    def _get_handler(runner: web.AppRunner) -> Callable[[], Any]:
         assert runner.server is not None, "not set up"
         return runner.server
 

@@ -18,7 +18,7 @@ from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, with_answer
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, GatewayCall
-from turnwise.integrations.gateway.sessions.constrained import grammar_of
+from turnwise.integrations.gateway.sessions.constrained import build_grammar
 from turnwise.integrations.gateway.sessions.limits import LONG, AttemptLimits
 from turnwise.integrations.gateway.wire.request import Choice, CompletedRequest, ParsedRequest, invalid
 from turnwise.types import OK, ModelResponse, Sampling, Step
@@ -52,7 +52,7 @@ class Answerer:
             carried = partial(endpoint.carried_in, request.messages)
             call.carries = await to_thread(carried) if request.size >= LONG else carried()
         constrains = self.settings.structured == "constrained"
-        grammar = await grammar_of(request, prompt, self.format, self.arena) if constrains else None
+        grammar = await build_grammar(request, prompt, self.format, self.arena) if constrains else None
         sampling = [{**self._sampling(endpoint, call, prompt, index), "grammar": grammar} for index in range(request.n)]
         endpoint.own_seconds += time.perf_counter() - began
         choices = await self._all_sampled(

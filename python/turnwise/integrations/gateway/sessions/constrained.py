@@ -12,12 +12,12 @@ from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.threads import to_thread
 
 
-def form_of(request: ParsedRequest) -> str:
+def form_field(request: ParsedRequest) -> str:
     """Return the field that asks for the form of the answer."""
     return "tool_choice" if request.choice.forced else "response_format"
 
 
-async def grammar_of(
+async def build_grammar(
     request: ParsedRequest, prompt: Prompt, format: ChatFormat, arena: ArenaForHooks
 ) -> Grammar | None:
     """Return the grammar of a request's answer; ``None`` if it asks for no form.
@@ -26,7 +26,7 @@ async def grammar_of(
     """
     if request.output is None and not request.choice.forced:
         return None
-    field = form_of(request)
+    field = form_field(request)
     if not capabilities_of(arena.client, ClientCapabilities).grammars:
         raise unsupported(field, f"{type(arena.client).__name__} can't constrain tokens")
     if format.opens_thought(prompt.ids):

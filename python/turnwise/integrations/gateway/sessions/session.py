@@ -17,7 +17,7 @@ from turnwise.chat.messages import ChatError
 from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.sessions.answering import CONTINUED, Answerer
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt, GatewayCall, repeated_call
-from turnwise.integrations.gateway.sessions.constrained import form_of
+from turnwise.integrations.gateway.sessions.constrained import form_field
 from turnwise.integrations.gateway.sessions.limits import AttemptLimits
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.request import CompletedRequest, ParsedRequest, WireError, invalid, session_over
@@ -210,7 +210,7 @@ class GatewaySession:
         except ContextLengthError as error:
             raise WireError(400, "context_length_exceeded", str(error), "messages") from error
         except DeadEndError as error:
-            raise WireError(400, "grammar_dead_end", str(error), form_of(call.request)) from error
+            raise WireError(400, "grammar_dead_end", str(error), form_field(call.request)) from error
         except Exception as error:
             self.root.failure = self.root.failure or error
             self.root.over = self.root.over or f"the model failed: {error}"

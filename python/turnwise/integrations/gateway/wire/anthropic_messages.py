@@ -18,7 +18,7 @@ from turnwise.integrations.gateway.wire.request import (
     continued,
     function_tool,
     invalid,
-    list_of,
+    read_objects,
     structured_output,
     tool_choice,
     unsupported,
@@ -39,10 +39,12 @@ STOP = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_token
 def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [
+        _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
+    ]
     system = text_of(fields.take("system"), "system")
     messages: Messages = []
-    given = list_of(fields.take("messages", []), "messages")
+    given = read_objects(fields.take("messages", []), "messages")
     for index, message in enumerate(given):
         messages += _messages(message, f"messages[{index}]")
     thread, config = fields.take("thread", {}), fields.take("output_config", {})
@@ -54,7 +56,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     if system:
         goes_on = answer_id is not None and messages[0]["role"] == "system"
         messages = [{"role": "system", "content": system}, *messages[goes_on:]]
-    messages = plain_messages(messages, JoinParts(earlier.answer_of, always))
+    messages = plain_messages(messages, JoinParts(earlier.find_answer, always))
     choice, format = fields.take("tool_choice"), fields.take("output_format")
     format = config.get("format", format)
     request = ParsedRequest(
@@ -99,7 +101,7 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
     results: Messages = []
     thoughts: list[str] = []
     plain: dict[str, Any] = {"role": role}
-    for index, block in enumerate(list_of(content, f"{where}.content")):
+    for index, block in enumerate(read_objects(content, f"{where}.content")):
         at = f"{where}.content[{index}]"
         match block.get("type"):
             case "text":

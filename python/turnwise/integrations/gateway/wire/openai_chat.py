@@ -18,7 +18,7 @@ from turnwise.integrations.gateway.wire.request import (
     ParsedRequest,
     WireError,
     function_tool,
-    list_of,
+    read_objects,
     structured_output,
     tool_choice,
     unsupported,
@@ -51,7 +51,9 @@ FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls
 def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [
+        _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
+    ]
     options = fields.take("stream_options", {})
     messages = fields.take("messages")
     limits = [fields.count("max_completion_tokens"), fields.count("max_tokens")]
@@ -59,7 +61,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     if n > MAX_CHOICES:
         raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
     request = ParsedRequest(
-        plain_messages(messages, JoinParts(earlier.answer_of, never)),
+        plain_messages(messages, JoinParts(earlier.find_answer, never)),
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(fields.take("tool_choice"), tools),

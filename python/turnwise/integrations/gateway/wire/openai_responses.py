@@ -18,7 +18,7 @@ from turnwise.integrations.gateway.wire.request import (
     continued,
     function_tool,
     invalid,
-    list_of,
+    read_objects,
     structured_output,
     tool_choice,
     unsupported,
@@ -39,11 +39,13 @@ WISHES = ("reasoning", "truncation")
 def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [
+        _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
+    ]
     instructions, given = fields.take("instructions"), fields.take("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     messages, _ = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
-    messages = plain_messages(messages, JoinParts(earlier.answer_of, as_items, moves_results=True))
+    messages = plain_messages(messages, JoinParts(earlier.find_answer, as_items, moves_results=True))
     answers = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
     text, include = fields.take("text", {}), fields.take("include", [])
     if not isinstance(text, Mapping):
@@ -79,7 +81,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _messages(items: Any) -> Messages:
     """Return a message for each input item, with the item's id."""
-    return [_message(item, f"input[{index}]") for index, item in enumerate(list_of(items, "input"))]
+    return [_message(item, f"input[{index}]") for index, item in enumerate(read_objects(items, "input"))]
 
 
 def _message(item: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -88,7 +90,9 @@ def _message(item: Mapping[str, Any], at: str) -> dict[str, Any]:
         case "message":
             return {**part, "role": item.get("role"), "content": text_of(item.get("content"), f"{at}.content")}
         case "reasoning":
-            texts = [text for name in ("content", "summary") for text in list_of(item.get(name) or (), f"{at}.{name}")]
+            texts = [
+                text for name in ("content", "summary") for text in read_objects(item.get(name) or (), f"{at}.{name}")
+            ]
             return {**part, "reasoning_content": "".join(str(text.get("text", "")) for text in texts)}
         case "function_call":
             function = {key: item.get(key) for key in ("name", "arguments")}
