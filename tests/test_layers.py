@@ -18,7 +18,7 @@ import turnwise
 
 PACKAGE = Path(turnwise.__file__).parent
 MAX_FILES = 12
-COLLECTIONS = {"credit.rules", "train.terms"}
+COLLECTIONS = {"arena.stages", "credit.rules", "train.terms"}
 """Rooms of like things, one per file, which may hold more."""
 
 NOT_ROOMS = {"", "__main__"}

@@ -303,6 +303,8 @@ COMMANDS: dict[str, Command] = {
             argument("--rule", "name of a rule, or module:Class (default: the run's rule)", metavar="NAME"),
             argument("--step", "training step to show (default: all)", type=int, metavar="N"),
             repeated("--set", "option of the rule", "OPTION=VALUE"),
+            argument("--trace", "show instead what changed the rewards of an episode, such as e5 (default: the newest)",
+                     metavar="ID", nargs="?", const=""),
             flag("--json", "print JSON with every model call, for scripts"),
         ),
     ),

@@ -1,7 +1,7 @@
 """Writes a run as one HTML file (curves, config, episodes, processes), and reads its status.
 
-Read in this order: read, cluster, status, credit.
-May import: types, utils, samples, credit, train, train.log, train.checkpoint.
+Read in this order: read, cluster, status, credit, trace.
+May import: types, utils, samples, credit, arena.stages, train, train.config, train.terms, train.log, train.checkpoint.
 """
 
 from turnwise.report.read import ReportLimits, read_run, write_report

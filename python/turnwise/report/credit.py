@@ -19,10 +19,11 @@ from turnwise.credit import build_rule, registry
 from turnwise.credit.by_task import CreditByTask
 from turnwise.report.read import parse_config, read_config_text
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import advantages_of
+from turnwise.samples.ledger import LEDGER
+from turnwise.samples.pack import advantages_of, penalize
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import read_lines
-from turnwise.types import CreditAssigner, GenerateResult, Rollout, Step
+from turnwise.types import CreditAssigner, GenerateResult, Rollout, Sample, Step
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.files import damage_named
 from turnwise.utils.literals import literal
@@ -55,6 +56,8 @@ class Comparison:
     own_exact: int | None = None
     incomplete: dict[int, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    penalized: bool = False
+    """True if the record holds what was taken from rewards before the credit rule saw them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], 
     if taught and not config.get("distill", {}).get("add_to_reward"):
         comparison.notes.append(f"the run set the advantages of {', '.join(taught)} to 0: they learned from teachers")
     kl = config.get("loss", {}).get("kl", {})
-    if kl.get("coef", 0) and kl.get("apply_to") == "reward":
+    if kl.get("coef", 0) and kl.get("apply_to") == "reward" and not comparison.penalized:
         comparison.notes.append("the run took a KL penalty from its rewards, which the record does not hold")
     return comparison
 
@@ -264,6 +267,7 @@ def _compare_step(
 ) -> tuple[list[ComparedCall], int]:
     """Return the calls of one step, and the number of calls whose advantage the run's own rule reproduces."""
     samples = collect_samples(results)
+    penalize(samples, [_collected_penalty(sample) for sample in samples])
     after = advantages_of(samples, other, results).tolist()
     again = advantages_of(samples, own, results).tolist() if own is not None else after
     rows = [
@@ -272,6 +276,12 @@ def _compare_step(
         if s.advantage is not None
     ]
     return [call for call, _ in rows], sum(exact for _, exact in rows)
+
+
+def _collected_penalty(sample: Sample) -> float:
+    """Return what the run took from a sample's reward before the credit rule saw it."""
+    changes = [after for what, _, _, after in sample.info.get(LEDGER, ()) if what == "reward"]
+    return sample.reward - changes[-1] if changes and changes[-1] is not None else 0.0
 
 
 def _take_step(
@@ -285,7 +295,10 @@ def _take_step(
     comparison.calls += calls
     if comparison.own_exact is not None:
         comparison.own_exact += exact
-    held = sum(1 for top in results for _ in top.walk())
+    nodes = [node for top in results for node in top.walk()]
+    changes = (change for node in nodes for step in node.rollout.steps for change in step.info.get(LEDGER, ()))
+    comparison.penalized |= any(name == "kl" for _, name, _, _ in changes)
+    held = len(nodes)
     if held < episodes:
         comparison.incomplete[number] = (held, episodes)
 

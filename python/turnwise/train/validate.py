@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 
+from turnwise.arena.stages.registry import stage_problems
 from turnwise.credit import registry as credit_rules
 from turnwise.train.config.base import RunFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
@@ -100,7 +101,7 @@ def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
     grammars = any(getattr(episode, "samples_under_grammars", False) for episode in episodes)
     run = RunFacts(config=config, ranks=ranks, grammars=grammars)
-    return [*problems, *conflicts_of(run), *loss_problems(run)]
+    return [*problems, *conflicts_of(run), *loss_problems(run), *stage_problems(run)]
 
 
 # -- Expected values of keys -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 from turnwise.arena.stages.stage import RunParts, Stage
 from turnwise.arena.stages.stages import Stages
@@ -35,6 +36,11 @@ def classes(stages: tuple[str, ...]) -> tuple[type[Stage], ...]:
 def own_stages() -> Stages:
     """Return the stages that every arena has."""
     return Stages([kind() for kind in classes(STAGES) if kind.always])
+
+
+def stage_problems(run: Any) -> list[str]:
+    """Return the problems of the stages' settings, one line each. ``run`` is a ``RunFacts``."""
+    return [line for kind in classes(STAGES) for line in kind.problems(run)]
 
 
 def stages_of(run: RunParts) -> list[Stage]:

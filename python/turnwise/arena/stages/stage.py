@@ -5,7 +5,7 @@ A stage is a file with a :class:`Stage`, and a line in :data:`turnwise.arena.sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -62,6 +62,12 @@ class Stage:
     def build(cls, run: RunParts) -> Self | None:
         """Return the stage of a run, ``None`` if its config has none. Raises ``ValueError`` naming the wrong key."""
         return None
+
+    @classmethod
+    def problems(cls, run: Any) -> Iterator[str]:
+        """Yield a line for each of its settings that is valid alone but doesn't fit the run, a ``RunFacts``. Stages
+        that are off are asked too."""
+        return iter(())
 
     def attach(self, arena: Any, learner: Any) -> None:
         """Take the learner of a trainer that will train on the arena's batches. Raises ``ValueError`` if it can't."""

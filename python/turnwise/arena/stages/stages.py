@@ -19,11 +19,18 @@ class Stages:
             self.add(stage)
 
     def add(self, stage: Stage) -> None:
-        """Add a stage, instead of the one of the same name. Raises ``ValueError`` if no order suits all."""
+        """Add a stage, instead of the one of the same name.
+
+        Raises ``ValueError`` if no order suits all, and for two that replace the advantages.
+        """
         if not isinstance(stage, Stage):
             raise TypeError(f"stage={stage!r:.80}: expected a turnwise.arena.Stage")
         there = [stage if each.name == stage.name else each for each in self._ordered]
-        self._ordered = ordered(there if stage.name in self else [*there, stage])
+        there = there if stage.name in self else [*there, stage]
+        replacing = [each.name for each in there if (each.changes, each.effect) == ("advantages", "replaces")]
+        if len(replacing) > 1:
+            raise ValueError(f"stages {replacing}: expected one that replaces the advantages")
+        self._ordered = ordered(there)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._ordered)

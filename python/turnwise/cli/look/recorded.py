@@ -35,7 +35,12 @@ def view(options: argparse.Namespace) -> int:
 def credit(options: argparse.Namespace) -> int:
     """Recompute the advantages of recorded episodes with another credit rule."""
     from turnwise.report.credit import compare_credit, differences, render
+    from turnwise.report.trace import render_trace, trace_rewards
 
+    if options.trace is not None:
+        trace = trace_rewards(options.run_dir, options.trace or None, step=options.step)
+        say(json.dumps(asdict(trace)) if options.json else render_trace(trace))
+        return EXIT_OK
     announce_code_of_run(options.run_dir)
     rule_options = parse_pairs("--set", options.set, str)
     comparison = compare_credit(options.run_dir, options.rule, options=rule_options, step=options.step)
