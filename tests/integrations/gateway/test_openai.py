@@ -8,8 +8,9 @@ import aiohttp
 import pytest
 
 from turnwise.arena.runtime import watch
+from turnwise.arena.stages.mixed_prompts import mixed_prompts
 from turnwise.credit import ATGRPOCredit
-from turnwise.samples.collect import collect_samples, mixed_prompts
+from turnwise.samples.collect import collect_samples
 from turnwise.types import Actor, Sampling
 
 from .helpers import ADD, LOGPROBS, USER, call_of, play
