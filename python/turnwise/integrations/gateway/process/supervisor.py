@@ -1,4 +1,5 @@
 """Runs one command, and ends with it everything that it started. It is a separate program that imports no turnwise.
+It has more than 400 lines because a container gets this file alone.
 
     python supervisor.py OPTIONS COMMAND ARGUMENT...
 
