@@ -36,7 +36,8 @@ from turnwise.samples.pack import pack as pack_samples
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import pack
-from turnwise.types import ModelRequest, ModelResponse, RoutedExperts, Sample, Sampling
+from turnwise.train.terms.routing_replay import NAME, ExpertsToReplay, StreamExperts
+from turnwise.types import ModelRequest, ModelResponse, RoutedExperts, Sample, Sampling, StepFacts
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 4,
@@ -140,31 +141,32 @@ def measure(model: Any, responses: Sequence[ModelResponse]) -> dict[str, Any]:
     samples = [
         Sample(n, "bench", "actor", 0, 0, None, f"r{n}", 0, "default", r.prompt_token_ids, r.completion_token_ids,
                r.logprobs, r.policy_versions, 0.0, 0.0, 1.0,
-               info={} if r.routed_experts is None else {"routed_experts": r.routed_experts})
+               facts=StepFacts(routed_experts=r.routed_experts))
         for n, r in enumerate(responses)
     ]  # fmt: skip
     forward = Forward(model, "packed")
+    ExpertsToReplay().selected(None, [], samples)
     micro = pack(pack_samples(samples, {}, {}), np.arange(len(samples)))
+    experts = micro.columns.get(NAME)
     row: dict[str, Any]
-    if micro.routing is None:
+    if not isinstance(experts, StreamExperts):
         with torch.no_grad():
             off = (forward(micro)[0] - micro.rollout_logprobs_N).abs()
         row = {"tokens": len(off), "other experts %": None, "max": float(off.max()), "mean": float(off.mean())}
         return row | {"max, replay": None, "mean, replay": None}
-    assert micro.routing.recorded == micro.routing.tokens, "all tokens are recorded"
-    assert micro.experts_TLK is not None
+    assert experts.recorded == experts.tokens, "all tokens are recorded"
     with torch.no_grad():
-        without, replayed = (forward(each)[0] for each in (micro.without_experts(), micro))
+        without, replayed = (forward(each)[0] for each in (micro.for_another_model(), micro))
         routers = watch_routers(model)
         assert routers is not None
         forward.trims = False  # the trial records all tokens of the last layer too
         with recording(routers) as record:
-            forward(micro.without_experts())
+            forward(micro.for_another_model())
         assert record is not None
         own = record.take().to(torch.int16)
-    recorded = micro.experts_TLK[:, 0, 0] >= 0
+    recorded = experts.values[:, 0, 0] >= 0
     layers = list(routers.of_layers)
-    other_TL = (own.sort(-1).values != micro.experts_TLK.sort(-1).values).any(-1)[:, layers] & recorded[:, None]
+    other_TL = (own.sort(-1).values != experts.values.sort(-1).values).any(-1)[:, layers] & recorded[:, None]
     row = {"tokens": len(without), "other experts %": 100 * float(other_TL[recorded].float().mean())}
     for name, logprobs in (("", without), (", replay", replayed)):
         off = (logprobs - micro.rollout_logprobs_N).abs()

@@ -208,7 +208,7 @@ def differences(whole: Path, killed: Path) -> Iterator[str]:
         else:
             yield from (f"{name}, step {x['step']}:\n  {x}\n  {y}" for x, y in zip(a, b, strict=True) if x != y)
     for pattern in ("policies/**/*.safetensors", "checkpoints/step_*/*"):
-        a, b = ({file.relative_to(run): digest(file) for file in run.glob(pattern)} for run in (whole, killed))
+        a, b = ({file.relative_to(run): digest(file, run) for file in run.glob(pattern)} for run in (whole, killed))
         assert a, f"{whole} holds no {pattern}"
         yield from (f"{file} differs" for file in sorted(a.keys() | b.keys()) if a.get(file) != b.get(file))
 
@@ -223,15 +223,16 @@ def untimed(value: Any) -> Any:
     return {key: untimed(item) for key, item in value.items() if not any(part in key for part in timed)}
 
 
-def digest(file: Path) -> str:
-    """Return a file's SHA-256. For a manifest, return its text without timings and without the digest over them.
+def digest(file: Path, run: Path) -> str:
+    """Return a file's SHA-256. For a manifest, return its text without timings, the run's folder, which is among its
+    settings, and the digest over them.
 
     Shards have an index with a random name in it, of which nothing is compared.
     """
     if file.name == INDEX:
         return ""
     if file.suffix == ".json":
-        said = untimed(json.loads(file.read_text()))
+        said = untimed(json.loads(file.read_text().replace(str(run), "")))
         said.get("files", {}).pop(INDEX, None)
         return json.dumps({key: value for key, value in said.items() if key != "sha256"}, sort_keys=True)
     return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -40,7 +40,7 @@ def kill_loop():
     return module
 
 
-def folder_of_a_run(run, *, steps=(1, 2), loss=0.5, weights=b"w", seconds=1.0, moments=b"m"):
+def folder_of_a_run(run, *, steps=(1, 2), loss=0.5, weights=b"w", seconds=1.0, moments=b"m", seed=0):
     for folder in ("policies/default", "checkpoints/step_00000002"):
         (run / folder).mkdir(parents=True)
     rows = [{"step": step, "loss": loss, "seconds_update": seconds} for step in steps]
@@ -48,7 +48,9 @@ def folder_of_a_run(run, *, steps=(1, 2), loss=0.5, weights=b"w", seconds=1.0, m
     (run / "rollouts.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
     (run / "policies/default/model.safetensors").write_bytes(weights)
     (run / "checkpoints/step_00000002/optimizer.safetensors").write_bytes(moments)
-    (run / "checkpoints/step_00000002/manifest.json").write_text(json.dumps({"progress": {"seconds": seconds}}))
+    (run / "checkpoints/step_00000002/manifest.json").write_text(
+        json.dumps({"progress": {"seconds": seconds}, "settings": f"run_dir = '{run}'\nseed = {seed}"})
+    )
     return run
 
 
@@ -62,6 +64,7 @@ def folder_of_a_run(run, *, steps=(1, 2), loss=0.5, weights=b"w", seconds=1.0, m
         ({"loss": 0.5000001}, ["metrics.jsonl, step 1", "metrics.jsonl, step 2"]),
         ({"weights": b"v"}, ["policies/default/model.safetensors differs"]),
         ({"moments": b"n"}, ["checkpoints/step_00000002/optimizer.safetensors differs"]),
+        ({"seed": 1}, ["checkpoints/step_00000002/manifest.json differs"]),
     ],
 )
 def test_the_comparison_finds_what_it_should(kill_loop, tmp_path, changed, told):

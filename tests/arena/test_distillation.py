@@ -52,8 +52,8 @@ async def test_the_advantage_of_a_token_is_the_teachers_logprob_minus_the_sample
     assert arena.client.scored == [("<user>Guess a digit\n<assistant>", "big")] * 2
     assert len(batch) == 2 and batch.dropped == {} and batch.advantages.tolist() == [0.0, 0.0]
     prompt = len("<user>Guess a digit\n<assistant>")
-    assert batch.token_advantages.dtype == np.float32
-    assert batch.token_advantages.tolist() == 2 * ([0.0] * prompt + [0.5, -3.0])
+    assert batch.columns["token_advantages"].values.dtype == np.float32
+    assert batch.columns["token_advantages"].values.tolist() == 2 * ([0.0] * prompt + [0.5, -3.0])
     assert batch.metrics["teacher_kl/solver"] == pytest.approx((-0.25 + 1.5) / 2)
 
 
@@ -62,7 +62,7 @@ async def test_they_add_to_the_reward_if_asked(taught):
     assert pure.advantages.tolist() == [0.0] * 4
     credit = np.array([1.0, 3.0, 3.0, 2.0])
     np.testing.assert_allclose(added.advantages, (credit - credit.mean()) / credit.std(ddof=1), rtol=1e-5)
-    np.testing.assert_array_equal(pure.token_advantages, added.token_advantages)
+    np.testing.assert_array_equal(pure.columns["token_advantages"].values, added.columns["token_advantages"].values)
 
 
 async def test_an_actor_without_a_teacher_keeps_its_advantages(taught, make_arena):
@@ -72,7 +72,7 @@ async def test_an_actor_without_a_teacher_keeps_its_advantages(taught, make_aren
     other = taught()
     other.add_stage(Distillation(teachers={"nobody": "big"}))
     batches = [await plain.step(), await other.step()]
-    assert batches[1].token_advantages is None and other.client.scored == []
+    assert batches[1].columns == {} and other.client.scored == []
     np.testing.assert_array_equal(batches[0].advantages, batches[1].advantages)
 
 
@@ -86,7 +86,7 @@ async def test_the_hint_is_a_better_answer_to_the_same_prompt(taught):
     assert [bytes(batch.token_ids[end - 2 : end - 1].tolist()) for end in batch.cu_seqlens[1:]] == [b"1", b"2"]
     # With the reward those without a hint train on it.
     batch = await taught(hint="best", add_to_reward=True).step()
-    assert len(batch) == 4 and (batch.token_advantages[-2:] != 0).all()
+    assert len(batch) == 4 and (batch.columns["token_advantages"].values[-2:] != 0).all()
 
 
 async def test_the_episode_may_give_the_hint(taught):
@@ -117,7 +117,10 @@ async def test_a_token_in_the_last_place_of_the_context_is_not_scored(taught):
     arena = taught(answers=["3", "3"])
     arena.max_context = len("<user>Guess a digit\n<assistant>") + 2
     batch = await arena.step()
-    assert len(batch) == 2 and batch.token_advantages.reshape(2, -1)[:, -2:].tolist() == [[0.25, 0.0]] * 2
+    assert (
+        len(batch) == 2
+        and batch.columns["token_advantages"].values.reshape(2, -1)[:, -2:].tolist() == [[0.25, 0.0]] * 2
+    )
     assert batch.metrics["teacher_kl/solver"] == -0.25
 
 
@@ -135,7 +138,7 @@ async def test_calls_under_a_grammar_have_no_teacher(taught, scores):
         async def rollout(self, arena, artifact, state=None):
             state = await super().rollout(arena, artifact, state)
             if state.last_completion_text == "1":
-                state.trajectory[-1].info["grammar"] = "any"
+                state.trajectory[-1].facts.grammar = "any"
             return state
 
     arena = taught(Constrained(), scores=scores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from turnwise.cluster.commands import commands_of
 from turnwise.cluster.placement import Role
 from turnwise.cluster.supervisor import Place
-from turnwise.run.clients import check_client
+from turnwise.train.config.base import RunFacts
 from turnwise.train.config.toml import ConfigError, parse_settings
 from turnwise.train.validate import config_from_dict, contradictions
 
@@ -44,8 +45,9 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], told: str) -> None:
 def test_pools_that_can_not_be() -> None:
     engines = {"a": {**POOL, "policies": ["b"]}}
     config = config_from_dict({"cluster": {"backend": "ray", "engines": engines}, "policies": {"a": {}, "b": {}}})
-    with pytest.raises(ConfigError, match="policy 'a' is in none"):
-        check_client(config)
+    task: Any = SimpleNamespace(name="t", actors=(), parts={}, episodes={}, credit=None)
+    facts = RunFacts(config=config, task=task)
+    assert any("policy 'a' is in none" in line for line in config.cluster.conflicts(facts, "cluster"))
     with pytest.raises(ConfigError, match="min_count = 3: expected at most count = 2"):
         config_from_dict({"cluster": {"engines": {"main": {"count": 2, "min_count": 3}}}})
 

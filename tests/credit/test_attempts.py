@@ -20,7 +20,7 @@ from turnwise.credit import (
 from turnwise.credit.base import ALONE, EQUAL
 from turnwise.credit.grouping import attempt_advantage, grouped_advantage
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import advantages_of
+from turnwise.samples.training_samples import advantages_of
 from turnwise.types import CHILD, GenerateResult, Rollout, Step
 
 MODES = [

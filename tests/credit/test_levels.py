@@ -11,11 +11,11 @@ import pytest
 
 from turnwise.credit import Difference, EpisodicCredit, FromChildren, HierarchyCredit, LevelCredit, RAECredit, registry
 from turnwise.credit.levels import build_edge, is_finished
-from turnwise.samples import pack as rows
 from turnwise.samples.collect import collect_samples
+from turnwise.samples.training_samples import advantages_of, penalize
 from turnwise.train.config.toml import to_toml
 from turnwise.train.validate import config_from_dict
-from turnwise.types import GenerateResult, Rollout, Step
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Step
 
 PROPOSED = FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="mean")
 SOLVED = Difference(parent="propose", child="solve", child_actor="solver", by="mean")
@@ -96,7 +96,7 @@ def test_three_levels_end_to_end() -> None:
 
 def test_penalties_stay_taken() -> None:
     samples = collect_samples(proposals())
-    rows.penalize(samples, [0.25 if s.rollout_id == "p1.0" else 0.0 for s in samples])
+    penalize(samples, [0.25 if s.rollout_id == "p1.0" else 0.0 for s in samples])
     paid = LevelCredit(rule="episodic", edges=[SOLVED]).paid(samples)
     assert by_step(paid, [s.reward for s in paid])["p1.0", 0] == pytest.approx(1 / 6 - 0.25)
 
@@ -104,7 +104,7 @@ def test_penalties_stay_taken() -> None:
 def test_through_the_arenas_own_path() -> None:
     samples = collect_samples(proposals())
     rule = LevelCredit(rule="episodic", edges=[PROPOSED])
-    np.testing.assert_allclose(rows.advantages_of(samples, rule), [2 / 3, 2 / 3, 1, 0, 1, 0], atol=1e-7)
+    np.testing.assert_allclose(advantages_of(samples, rule), [2 / 3, 2 / 3, 1, 0, 1, 0], atol=1e-7)
 
 
 def test_a_zero_has_the_cause_that_the_rule_names_of_paid_rewards() -> None:
@@ -136,7 +136,7 @@ def branched(*, selected: int = 1) -> GenerateResult:
     steps = [step("proposer", reward=r, tree_node=5, branch=b, selected=b == selected) for b, r in enumerate((4, 5, 6))]
     attempts = [(0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0), (1, 0.0)]
     solved = [
-        episode("solve", f"p.{n}", "solver", reward, meta={"spawned_by": [5, branch]})
+        episode("solve", f"p.{n}", "solver", reward, facts=RolloutFacts(spawned_by=[5, branch]))
         for n, (branch, reward) in enumerate(attempts)
     ]
     return episode("propose", "p", "proposer", 9.0, *solved, steps=steps)
@@ -159,7 +159,7 @@ def test_a_branch_is_paid_by_the_children_that_it_spawned() -> None:
         ("p", "proposer", 5, 0): 0.0,
         ("p", "proposer", 5, 1): pytest.approx(2 / 3),
     }
-    rows.penalize(samples, [0.25 if s.rollout_id == "p" and s.branch == 1 else 0.0 for s in samples])
+    penalize(samples, [0.25 if s.rollout_id == "p" and s.branch == 1 else 0.0 for s in samples])
     assert by_step(samples, [s.reward for s in rule.paid(samples)])["p", 1] == pytest.approx(2 / 3 - 0.25)
 
 
@@ -304,7 +304,7 @@ def test_one_edge_goes_through_all_levels_of_one_type() -> None:
 
 
 def test_failed_and_dropped_ones_pay_nothing_and_are_paid_nothing() -> None:
-    dropped = solve("x", 5.0, meta={"dropped": "raised"})
+    dropped = solve("x", 5.0, facts=RolloutFacts(dropped="raised"))
     childless = node("plan-1", {"planner": 1.0}, solve("f", 5.0, error="traceback"), dropped)
     failed = node("plan-2", {}, solve("a", 1.0), error="traceback")
     alone = node("plan-3", {"planner": -0.25})

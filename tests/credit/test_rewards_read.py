@@ -6,7 +6,7 @@ import pytest
 
 from turnwise.credit import build_rule, registry
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import advantages_of, penalize
+from turnwise.samples.training_samples import advantages_of, penalize
 from turnwise.types import CreditCapabilities, GenerateResult, Rollout, Step, capabilities_of
 
 OPTIONS = {"gdpo": {"rewards": {"right": 1.0}}, "pass_at_k": {"k": 2}, "levels": {"rule": "rae"}}

@@ -204,8 +204,8 @@ async def test_steps_have_them_and_records_leave_them_out():
     async with TransformersClient(build("qwen3_moe"), ByteTokenizer(), routed_experts=True) as client:
         [response] = await client.generate([request])
     step = to_step("solver", 0, [], request, response)
-    assert step.info["routed_experts"] is response.routed_experts
-    assert "routed_experts" not in to_step(None, 0, [], request, response).info, "a judge never trains"
+    assert step.facts.routed_experts is response.routed_experts
+    assert to_step(None, 0, [], request, response).facts.routed_experts is None, "a judge never trains"
     assert "routed_experts" not in jsonable(step)["info"]
     assert "routed_experts" not in str(encode(step))
     short = replace(response, routed_experts=RoutedExperts(response.routed_experts.ids[1:]))

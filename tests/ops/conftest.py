@@ -31,6 +31,8 @@ from .definition import Batch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+# How many parameters of a test meet in each combination of their values; 9 runs the whole products.
+TOGETHER = int(os.environ.get("TURNWISE_OPS_TOGETHER", "2"))
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -47,7 +49,11 @@ class Target(NamedTuple):
     @property
     def simulated(self) -> bool:
         """True for a GPU's kernels on the host, thousands of times slower: keep inputs small."""
-        return self.emulated or (self.backend == "triton" and self.device == "cpu")
+        return self.emulated or self.interpreted
+
+    @property
+    def interpreted(self) -> bool:
+        return self.backend == "triton" and self.device == "cpu"
 
     @property
     def quick(self) -> bool:
@@ -170,7 +176,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     - Of a simulated GPU: for each op of the table its first layout (`test_contracts.py` calls it ``one``).
     - Of tests that compile a program or ask for the emulator themselves, and of peers: each function's first case.
 
-    The cases of a function cover each pair of its parameters on every backend; the rest of their product don't exist.
+    The cases of a function cover each pair of its parameters on every backend; the rest of their product exists only
+    with ``TURNWISE_OPS_TOGETHER=9``.
     """
     products: dict[tuple[str, object], list[pytest.Function]] = {}
     seen: set[str] = set()
@@ -192,7 +199,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen.add(function)
     dropped: set[pytest.Item] = set()
     for cases in products.values():
-        chosen = covering([axes(case) for case in cases], 2)
+        chosen = covering([axes(case) for case in cases], TOGETHER)
         dropped |= {case for index, case in enumerate(cases) if index not in chosen}
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]

@@ -92,7 +92,7 @@ def test_results_do_not_depend_on_the_layout(target: Any, name: str, layouts: st
     size = LONG if target.quick and case.size in (LARGE, MIDDLE) else case.size
     chosen = list(runs(steps=range(2) if target.quick else [1]))
     first = 3 + list(CASES).index(name) % 5
-    if target.backend == "triton" and target.simulated:  # a third of them, another one for the next op
+    if target.interpreted:  # a third of them, another one for the next op
         chosen = chosen[first % 3 :: 3]
     one = chosen.pop(first % len(chosen))
     for run in [one] if layouts == "one" else chosen:

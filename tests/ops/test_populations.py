@@ -112,6 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_metrics_of_many_actors(kernel, actors: int, order: str, packed: bool, name: str) -> None:
     """Every target against float64. A second run gives the same bits."""
+    actors = min(actors, 60) if kernel.interpreted else actors
     rows = max(30, actors + actors // 2)
     # Most actors have one or two rows; the last quarter of the ids has none.
     ids = torch.arange(rows) * 7919 % max(actors * 3 // 4, 1)
@@ -136,13 +137,13 @@ LENGTHS = {
     "empty": [0, 0, 3, 0, 1, 0, 0, 0, 0, 2],
     "short and long": [600, 1, 1, 2, 0, 700, 5, 300, 3, 0, 0, 130],
 }
-TOKENS = 2300  # more than the emulator's warps take in one turn
 
 
-def lengths_of(pattern: str, seed: int) -> Tensor:
-    """Rows of at least ``TOKENS`` tokens together. In a pattern of several lengths each is up to 2 longer."""
+def lengths_of(pattern: str, seed: int, kernel: Any) -> Tensor:
+    """Rows of more tokens than the emulator's warps take in one turn; in Triton's interpreter, where each row takes
+    milliseconds, more rows than one step of a search. In a pattern of several lengths each is up to 2 longer."""
     generator, found = random.Random(seed), []
-    while sum(found) < TOKENS:
+    while sum(found) < (300 if kernel.interpreted else 2300):
         for length in LENGTHS[pattern]:
             found.append(length + generator.randrange(3) * (length > 0 and len(LENGTHS[pattern]) > 1))
     return torch.tensor(found)
@@ -155,7 +156,7 @@ def lengths_of(pattern: str, seed: int) -> Tensor:
 def test_short_rows(kernel, pattern: str, dtype: torch.dtype, rtol: float, actors: int, per_token: bool) -> None:
     """The mask is bytes for advantages per row, and floats per token."""
     seed = len(pattern) + 10 * actors + per_token
-    lengths = lengths_of(pattern, seed)
+    lengths = lengths_of(pattern, seed, kernel)
     given = batch(seed, lengths, dtype=dtype)
     if per_token:
         given |= {"mask": given["mask"].double(), "advantages": given["token_advantages"]}
@@ -171,7 +172,7 @@ def test_short_rows(kernel, pattern: str, dtype: torch.dtype, rtol: float, actor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_reward_sums_of_short_rows(kernel, pattern: str, dtype: torch.dtype) -> None:
     """Packed rows over more than a block's chunk, with a mask."""
-    lengths = lengths_of(pattern, 3).repeat(3)
+    lengths = lengths_of(pattern, 3, kernel).repeat(3)
     given = batch(3, lengths, dtype=dtype)
     rewards, layout = given["token_advantages"], {name: given[name] for name in ("mask", "cu_seqlens")}
     got = ops.token_reward_sum(kernel.on(rewards.to(dtype)), **kernel.on(layout), backend=kernel.backend)
@@ -199,7 +200,7 @@ COUNTED: dict[str, dict[str, Any]] = {
 def test_counts_and_sums_of_rows(kernel, pattern: str, counted: str, mask_dtype: torch.dtype) -> None:
     """Both losses, from packed rows: ``policy_loss``, and ``grouped_policy_loss`` with rewards per token."""
     seed, options = len(pattern) + len(counted), COUNTED[counted]
-    lengths = lengths_of(pattern, seed)
+    lengths = lengths_of(pattern, seed, kernel)
     rows, given = len(lengths), batch(seed, lengths, near=0.1)
     layout = {"mask": given["mask"].to(mask_dtype), "cu_seqlens": given["cu_seqlens"]}
     generator = torch.Generator().manual_seed(seed)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from turnwise.samples.pack import group_index, pack, select
+from turnwise.samples.pack import pack, select
 from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
-from turnwise.train.terms.baseline import OptimalTokenBaseline
+from turnwise.train.terms.baseline import GroupIndex, OptimalTokenBaseline
 from turnwise.train.validate import load_config
-from turnwise.types import Sample
+from turnwise.types import AllowedTokens, CompletionColumn, RowColumn, Sample
 
 UPDATE = UpdateConfig()
 
@@ -58,17 +59,18 @@ def test_worked_numbers(small_model, random_batch):
         loss_mask=np.array([0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1], dtype=np.uint8),
         rollout_logprobs=np.zeros(11, dtype=np.float32),
         advantages=np.array([1, 0, 2, 7], dtype=np.float32),
-        group_index=np.array([3, 3, 3, 0]),
+        columns={"group_index": RowColumn(np.array([3, 3, 3, 0]))},
     )
     made, metrics = subtracted(policy, batch, np.arange(3), 100)
-    np.testing.assert_allclose(made.token_advantages, [0, 0, 0, -1, -1, 0, 1, 1, 2, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(made.columns["token_advantages"].values, [0, 0, 0, -1, -1, 0, 1, 1, 2, 0, 0], atol=1e-6)
     assert made.advantages.tolist() == [0, 0, 0, 7] and batch.advantages.tolist() == [1, 0, 2, 7]
     assert metrics == {"token_baseline": pytest.approx(5 / 6, abs=1e-6)}
-    taught = replace(batch, token_advantages=np.full(11, 0.5, dtype=np.float32))
+    of_teacher = CompletionColumn(np.full(11, 0.5, dtype=np.float32))
+    taught = replace(batch, columns={**batch.columns, "token_advantages": of_teacher})
     made, _ = subtracted(policy, taught, np.arange(3), 100)
-    np.testing.assert_allclose(made.token_advantages[:5], [0.5, 0.5, 0.5, -0.5, -0.5], atol=1e-6)
-    with pytest.raises(ValueError, match="group_index=None: expected the groups"):
-        subtracted(policy, replace(batch, group_index=None), np.arange(3), 100)
+    np.testing.assert_allclose(made.columns["token_advantages"].values[:5], [0.5, 0.5, 0.5, -0.5, -0.5], atol=1e-6)
+    with pytest.raises(ValueError, match="columns has no 'group_index': expected the groups"):
+        subtracted(policy, replace(batch, columns={}), np.arange(3), 100)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "trie"])
@@ -96,10 +98,10 @@ def test_under_a_grammar_the_squares_are_those_of_the_allowed_tokens(small_model
     allowed = torch.zeros(len(micro.targets_N), 304, dtype=torch.bool)
     allowed[:, :50] = True
     allowed[torch.arange(len(allowed)), micro.targets_N] = True
+    masks = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little"))
     micro = replace(
         micro,
-        mask_index_N=torch.arange(len(allowed)),
-        masks_UW=torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little")),
+        columns={"allowed": AllowedTokens(torch.arange(len(allowed)), masks)},
     )
     policy = double_policy(small_model)
     with torch.no_grad():
@@ -120,7 +122,8 @@ def test_are_verls_numbers(small_model, random_batch, seed):
     from verl.trainer.ppo import core_algos as verl
 
     batch = random_batch(seed, rows=9)
-    batch = replace(batch, group_index=np.random.default_rng(seed).integers(0, 3, 9), loss_mask=batch.loss_mask.copy())
+    groups = np.random.default_rng(seed).integers(0, 3, 9)
+    batch = replace(batch, columns={"group_index": RowColumn(groups)}, loss_mask=batch.loss_mask.copy())
     batch.loss_mask[batch.cu_seqlens[:-1]] = 0
     policy, rows = double_policy(small_model, seed), np.arange(9)
     made, _ = subtracted(policy, batch, rows, 100)
@@ -134,11 +137,11 @@ def test_are_verls_numbers(small_model, random_batch, seed):
     for row in rows:
         rewards[row, int(mask[row].nonzero().max())] = float(batch.advantages[row])
     theirs, _ = verl.compute_multi_turn_optimal_token_baseline_advantage(
-        token_level_rewards=rewards, response_mask=mask, index=batch.group_index, old_log_probs=old,
+        token_level_rewards=rewards, response_mask=mask, index=groups, old_log_probs=old,
         sum_pi_squared=squares,
     )  # fmt: skip
     for row, span in enumerate(spans):
-        ours = made.token_advantages[span]
+        ours = made.columns["token_advantages"].values[span]
         np.testing.assert_allclose(ours, (theirs * mask)[row, : len(ours)].numpy(), atol=2e-6)
 
 
@@ -152,13 +155,16 @@ def sample(actor="solver", turn=0, group=None, question=7):
 def test_groups_are_those_of_the_credit_rule():
     from turnwise.credit import ATGRPOCredit, EpisodicCredit, GRPOCredit
 
-    samples = [sample(), sample("critic"), sample(turn=1), sample(), sample(question=8)]
-    assert group_index(samples, GRPOCredit()).tolist() == [0, 0, 0, 0, 1]
+    def packed(rule):
+        samples = [sample(), sample("critic"), sample(turn=1), sample(), sample(question=8)]
+        GroupIndex().selected(SimpleNamespace(credit=rule), [], samples)
+        return pack(samples, {}, {})
+
     for rule in (ATGRPOCredit(), EpisodicCredit()):
-        assert group_index(samples, rule).tolist() == [0, 1, 2, 0, 3]
-    assert group_index(samples, None) is None
-    batch = pack(samples, {}, {}, GRPOCredit())
-    assert select(batch, [4, 1]).group_index.tolist() == [1, 0] and pack(samples, {}, {}).group_index is None
+        assert packed(rule).columns["group_index"].values.tolist() == [0, 1, 2, 0, 3]
+    batch = packed(GRPOCredit())
+    assert batch.columns["group_index"].values.tolist() == [0, 0, 0, 0, 1] and packed(None).columns == {}
+    assert select(batch, [4, 1]).columns["group_index"].values.tolist() == [1, 0]
 
 
 def test_what_does_not_fit_is_named():

@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_allowed_tokens() -> None:
 def sample(tokens: list[int], masks: AllowedTokens | None) -> Sample:
     count = len(tokens)
     made = Sample("g", "e", "a", 0, 0, None, "r", 0, "default", [1, 2], tokens, [-0.5] * count, [(count, 0)], 1.0, 1.0)
-    return replace(made, allowed=masks, advantage=1.0)
+    return replace(made, columns={} if masks is None else {"allowed": masks}, advantage=1.0)
 
 
 def test_equal_masks_are_packed_once_and_single_tokens_do_not_train() -> None:
@@ -77,15 +77,14 @@ def test_equal_masks_are_packed_once_and_single_tokens_do_not_train() -> None:
     first = AllowedTokens(np.array([0, 1, 0]), np.array([both, single], dtype=np.uint8))
     second = AllowedTokens(np.array([0, 0]), np.array([single], dtype=np.uint8))
     batch = pack([sample([1, 2, 2], first), sample([5, 6], None), sample([2, 2], second)], {}, {})
-    assert batch.allowed is not None
-    assert batch.allowed.masks.tolist() == [both, single]
-    assert batch.allowed.mask_index.tolist() == [-1, -1, 0, 1, 0, -1, -1, -1, -1, -1, -1, 1, 1]
+    allowed = batch.columns["allowed"]
+    assert isinstance(allowed, AllowedTokens) and allowed.masks.tolist() == [both, single]
+    assert allowed.mask_index.tolist() == [-1, -1, 0, 1, 0, -1, -1, -1, -1, -1, -1, 1, 1]
     assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0]
-    kept = select(batch, [2, 0]).allowed
-    assert kept is not None
-    assert kept.mask_index.tolist() == [-1, -1, 1, 1, -1, -1, 0, 1, 0]
-    assert pack([sample([5, 6], None)], {}, {}).allowed is None
-    assert micro_batch.pack(batch, np.array([1])).mask_index_N is None  # no row of this one has a grammar
+    kept = select(batch, [2, 0]).columns["allowed"]
+    assert isinstance(kept, AllowedTokens) and kept.mask_index.tolist() == [-1, -1, 1, 1, -1, -1, 0, 1, 0]
+    assert pack([sample([5, 6], None)], {}, {}).columns == {}
+    assert micro_batch.pack(batch, np.array([1])).allowed is None  # no row of this one has a grammar
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ def test_a_penalty_on_rewards_uses_the_same_distribution(tmp_path: Path) -> None
 
 def test_without_the_masks_the_trainer_would_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = micro_batch.pack
-    without = lambda *args, **kwargs: replace(packed(*args, **kwargs), mask_index_N=None, masks_UW=None)  # noqa: E731
+    without = lambda *args, **kwargs: replace(packed(*args, **kwargs), columns={})  # noqa: E731
     monkeypatch.setattr(micro_batch, "pack", without)
     trainer, arena, _ = trainer_of(tmp_path)
     metrics, _ = trained(trainer, arena)
@@ -198,5 +197,5 @@ def test_rows_that_the_trainer_cannot_take_are_counted(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="do not train: it can't"):
         metrics, batches = trained(trainer, arena)
     for _, batch in batches:
-        assert len(batch) == 3 and batch.dropped == {"constrained": 6} and batch.allowed is None
+        assert len(batch) == 3 and batch.dropped == {"constrained": 6} and "allowed" not in batch.columns
     assert difference(metrics) <= 1e-5

@@ -17,6 +17,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.terms.critic import HEAD, Critic, value_head
 from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
 from turnwise.train.update.update import update_policy
+from turnwise.types import CompletionColumn, RowColumn
 
 ROWS = np.arange(3)
 
@@ -66,17 +67,17 @@ def test_worked_advantages(policy, three_rows):
     assert targets.returns.tolist() == pytest.approx([0, 5 / 6, 1, 0, 1 / 3, 0, 0, 5 / 6, 1], abs=1e-6)
     # The first actor's 1/6, 1/3, -1/3, -2/3 have a mean of -1/8, the second one's 1/6 and 1/3 one of 1/4.
     whitened = [0, 0.63549, 0.99863, 0, -0.45392, -1.18019, 0, -0.70711, 0.70711]
-    np.testing.assert_allclose(batch.token_advantages, whitened, atol=1e-5)
+    np.testing.assert_allclose(batch.columns["token_advantages"].values, whitened, atol=1e-5)
     assert batch.advantages.tolist() == [0, 0, 0] and three_rows.advantages.tolist() == [1, 0, 1]
     # A constant explains nothing.
     names = ("first/explained_variance", "second/explained_variance", "explained_variance")
     assert metrics == pytest.approx(dict.fromkeys(names, 0.0), abs=1e-9)
     # With lambda 1 each target is the reward; advantages of a teacher are added after whitening.
-    taught = replace(three_rows, token_advantages=np.full(9, 2, dtype=np.float32))
+    taught = replace(three_rows, columns={"token_advantages": CompletionColumn(np.full(9, 2, dtype=np.float32))})
     batch, targets, _ = estimated(policy, taught, 100, CriticConfig(lam=1.0))
     assert targets.returns.tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1]
     up, down = 2 + 0.75**0.5, 2 - 0.75**0.5  # of 1/3, 1/3, -2/3, -2/3 with variance 1 / 3
-    np.testing.assert_allclose(batch.token_advantages, [2, up, up, 2, down, down, 2, 2, 2], atol=1e-5)
+    np.testing.assert_allclose(batch.columns["token_advantages"].values, [2, up, up, 2, down, down, 2, 2, 2], atol=1e-5)
 
 
 def test_the_head_learns_the_rewards_of_its_states(policy, three_rows):
@@ -131,11 +132,12 @@ def test_what_replaces_advantages_leaves_those_of_teachers_alone(policy, three_r
     """No reward pays such an actor: its tokens keep the teacher's advantages, and no value is trained on them."""
     teachers_replace_rewards({"default": policy}, taught)
     given = np.arange(9, dtype=np.float32)
-    batch = replace(three_rows, token_advantages=given, group_index=np.zeros(3, dtype=np.int64))
+    groups = RowColumn(np.zeros(3, dtype=np.int64))
+    batch = replace(three_rows, columns={"token_advantages": CompletionColumn(given), "group_index": groups})
     terms = terms_of(policy).begin(loss, batch.actors)
     made = terms.prepare(policy, batch, ROWS, 100)
     of_taught = np.isin(np.repeat(batch.actor_index, 3), [batch.actors.index(name) for name in taught])
-    changed = made.token_advantages != given
+    changed = made.columns["token_advantages"].values != given
     assert not changed[of_taught].any() and changed[~of_taught].any() == (len(taught) == 1)
     if loss.critic is not None:
         assert terms["critic"].valued.numpy().tolist() == [bool(at % 3) and not of_taught[at] for at in range(9)]

@@ -1,12 +1,9 @@
 """Every term of an update by its definition in float64, in any layout and any cut into micro-batches; what it keeps of
-a skipped update; the list's order; and that a term is one file and one line."""
+a skipped update; the list's order; and that a new term is one file and one line."""
 
 from __future__ import annotations
 
 import copy
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,16 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-import turnwise
 from turnwise.samples.pack import select
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms import registry
 from turnwise.train.terms.critic import HEAD
+from turnwise.train.terms.observations import Observed
 from turnwise.train.terms.registry import TERMS, classes, terms_of
 from turnwise.train.terms.teaching import Teaching, forward_kl, teach
 from turnwise.train.update.log import UpdateLog
 from turnwise.train.update.update import accumulate, update_policy
+from turnwise.types import RowColumn
 
 UPDATE = UpdateConfig()
 COEF, LAM, TOP_K, DRIFT = 0.3, 0.9, 4, 10.0
@@ -57,7 +55,7 @@ class Token:
 
 
 def tokens_of(policy: Policy, teacher: Any, batch: Any) -> list[Token]:
-    found = []
+    found, marks = [], batch.columns["observation_mask"].values
     for row in range(len(batch)):
         start, end = batch.cu_seqlens[row : row + 2].tolist()
         ids = torch.from_numpy(batch.token_ids[start:end])
@@ -66,7 +64,7 @@ def tokens_of(policy: Policy, teacher: Any, batch: Any) -> list[Token]:
         others = [model(ids[None]).logits[0].detach() for model in (policy.reference, teacher)]
         position = 0
         for at in range(1, end - start):
-            trained, observed = bool(batch.loss_mask[start + at]), bool(batch.observation_mask[start + at])
+            trained, observed = bool(batch.loss_mask[start + at]), bool(marks[start + at])
             if trained or observed:
                 heat = 1.0 if observed else float(batch.temperatures[row])
                 logs, *of_others = (torch.log_softmax(each[at - 1] / heat, -1) for each in (logits, *others))
@@ -164,8 +162,9 @@ def baseline(tokens: list[Token], batch: Any) -> Defined:
     rewards = [float(batch.advantages[token.row]) for token in tokens]
     advantages = {}
     for place, token in enumerate(tokens):
-        key = batch.group_index[token.row], token.position
-        like = [at for at, each in enumerate(tokens) if (batch.group_index[each.row], each.position) == key]
+        groups = batch.columns["group_index"].values
+        key = groups[token.row], token.position
+        like = [at for at, each in enumerate(tokens) if (groups[each.row], each.position) == key]
         mean_of_like = sum(energies[at] * rewards[at] for at in like) / sum(energies[at] for at in like)
         advantages[place] = rewards[place] - (mean_of_like if len(like) > 1 else 0.0)
     taken = [reward - advantages[place] for place, reward in enumerate(rewards)]
@@ -178,9 +177,10 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[list[Token], Any], Defined]]] =
     "policy_loss": ({}, plain),
     "entropy": ({"entropy_coef": COEF}, entropy),
     "teaching": ({}, teaching),
-    "observations": ({"observation_coef": COEF}, observations),
     "critic": ({"critic": {"lam": LAM}}, critic),
+    "observations": ({"observation_coef": COEF}, observations),
     "baseline": ({"baseline": "optimal_token"}, baseline),
+    "routing_replay": ({}, plain),
 }
 """Settings and definition of each term, by its name. :data:`ADAPTIVE` has those whose state an update changes."""
 
@@ -203,8 +203,9 @@ def made(small_model: Any, tree_batch: Any) -> Callable[..., tuple[Policy, Any, 
         batch, rng = select(tree_batch(1), range(14)), np.random.default_rng(0)
         observed = (rng.random(len(batch.token_ids)) < 0.2) & (batch.loss_mask == 0) & (name == "observations")
         temperatures = np.resize(np.array([1.0, 0.7], np.float32), len(batch))
-        columns = {"group_index": rng.integers(0, 4, len(batch)), "observation_mask": observed.astype(np.uint8)}
-        return policy, teacher, replace(batch, temperatures=temperatures, **columns)
+        groups = RowColumn(rng.integers(0, 4, len(batch)))
+        columns = {"group_index": groups, "observation_mask": Observed(observed.astype(np.uint8))}
+        return policy, teacher, replace(batch, temperatures=temperatures, columns=columns)
 
     return make
 
@@ -345,42 +346,3 @@ def test_two_terms_that_replace_the_advantages_are_refused(made: Any) -> None:
     config = LossConfig(critic={}, baseline="optimal_token")
     with pytest.raises(ValueError, match=r"terms \['critic', 'baseline'\]: expected one that replaces"):
         update_policy(policy, batch, UPDATE, config, np.random.default_rng(0))
-
-
-REST = """
-import sys
-from turnwise.run.build import train_from_config
-from turnwise.train.validate import config_from_dict
-loss = {"kl": {"coef": 0.1}, "entropy_coef": 0.01, "masks": {"top_entropy": 0.9}}
-settings = {"task": "kuhn_poker", "run_dir": sys.argv[1], "steps": 1, "threads": 1, "task_options": {"max_tokens": 4}}
-settings |= {"rollout": {"prompts_per_step": 4}, "credit": {"rule": "constant"}, "health": {"start_questions": 0}}
-run = train_from_config(config_from_dict({**settings, "loss": loss}))
-assert run.trainer.progress.step == 1 and run.trainer.policies["default"].updates == 1
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.representative
-@pytest.mark.parametrize(("module", "key"), [("observations", "observation_coef"), ("baseline", "baseline")])
-def test_a_term_leaves_with_one_file_and_one_line(tmp_path: Path, module: str, key: str) -> None:
-    """In a copy of the package, without its file, its line and its config key, the rest trains."""
-    package = tmp_path / "turnwise"
-    shutil.copytree(Path(turnwise.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for library in Path(turnwise.__file__).parent.glob("*.so"):
-        (package / library.name).symlink_to(library)
-    for path, pattern in (
-        ("train/terms/registry.py", rf'    "{module}:\w+",\n'),
-        ("train/config/optimization.py", rf'    {key}: .*\n    """.*"""\n'),
-    ):
-        text, count = re.subn(pattern, "", (package / path).read_text(encoding="utf-8"))
-        assert count == 1, path
-        (package / path).write_text(text, encoding="utf-8")
-    (package / "train/terms" / f"{module}.py").unlink()
-    done = subprocess.run(
-        [sys.executable, "-c", REST, str(tmp_path / "run")],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path), "PATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

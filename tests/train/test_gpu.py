@@ -12,7 +12,10 @@ import torch
 from turnwise.run.build import train_from_config
 from turnwise.train.model.micro_batch import pack
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask, tree_attention
+from turnwise.train.terms.observations import Observed
+from turnwise.train.terms.routing_replay import RowExperts
 from turnwise.train.validate import config_from_dict
+from turnwise.types import AllowedTokens, CompletionColumn, RoutedExperts, RowColumn
 
 from ..trained import SMALL
 
@@ -26,11 +29,20 @@ ON_GPU = {
 
 def test_a_micro_batch_moves_whole(random_batch):
     batch = random_batch(0, rows=4)
-    ones = {"token_advantages": np.ones_like(batch.rollout_logprobs), "observation_mask": 1 - batch.loss_mask}
-    micro = pack(replace(batch, **ones), [0, 2])
+    ones, count = np.ones_like(batch.rollout_logprobs), len(batch.token_ids)
+    columns = {
+        "token_advantages": CompletionColumn(ones),
+        "observation_mask": Observed(1 - batch.loss_mask),
+        "group_index": RowColumn(np.arange(4)),
+        "allowed": AllowedTokens(np.zeros(count, dtype=np.int64), np.ones((1, 8), dtype=np.uint8)),
+        "routed_experts": RowExperts([RoutedExperts(np.zeros((n - 1, 1, 1))) for n in np.diff(batch.cu_seqlens)]),
+    }
+    micro = pack(replace(batch, columns=columns), np.array([0, 2]))
     moved = micro.to(torch.device("meta"))
-    of_others = ("lengths", "tree", "mask_index_N", "masks_UW", "experts_TLK", "routing")  # grammars, mixtures
-    tensors = [getattr(moved, name) for name in moved.__dataclass_fields__ if name not in of_others]
+    fields = {name: getattr(moved, name) for name in moved.__dataclass_fields__}
+    parts = [fields, *map(vars, moved.columns.values())]
+    tensors = [value for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 12 + 6 and moved.columns.keys() == columns.keys()
     assert all(tensor.device.type == "meta" for tensor in tensors) and moved.lengths == micro.lengths
     assert micro.to(torch.device("cpu")) is micro
 

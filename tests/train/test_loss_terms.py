@@ -34,7 +34,6 @@ def tie(trainer):
 async def test_tied_rows_train_exactly_if_another_term_trains_them(make_trainer, case, capsys):
     loss, term = TERMS[case]
     trainer = make_trainer(steps=2, loss=loss, with_reference="kl" in loss)
-    trainer.arena.marks_observations = "observation_coef" in loss
     tie(trainer)
     await trainer.run()
     rows, told = lines_of(trainer.config.run_dir), " ".join(capsys.readouterr().out.split())

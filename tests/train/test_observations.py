@@ -12,14 +12,15 @@ from turnwise.arena import Arena, MultiTurnEpisode, Rubric
 from turnwise.credit import GRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.run.build import build_run
-from turnwise.samples.collect import collect_samples, mark_observations
+from turnwise.samples.collect import collect_samples
 from turnwise.samples.pack import pack, select
 from turnwise.train.config.optimization import CriticConfig, LossConfig, MasksConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.critic import HEAD, value_head
+from turnwise.train.terms.observations import ObservationMarks, Observed
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
-from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sampling, Step
+from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, RowColumn, Sampling, Step
 from turnwise.utils.threads import run_to_end
 
 UPDATE = UpdateConfig()
@@ -48,14 +49,17 @@ def test_what_follows_an_actors_answer_is_observed():
     results = [GenerateResult(Rollout("r", "team", None, steps), group_id=0, is_trainable=True)]
     samples = collect_samples(results)
     unmarked = pack(samples, {}, {})
-    assert mark_observations(results, samples) == {"observations/unmatched/a": pytest.approx(1 / 3)}
-    assert [sample.observed for sample in samples] == [0, 0, 2, 1, 0]
+    assert ObservationMarks().selected(None, results, samples) == {"observations/unmatched/a": pytest.approx(1 / 3)}
     batch = pack(samples, {}, {})
-    marked = [batch.token_ids[span][batch.observation_mask[span] != 0].tolist() for span in spans(batch)]
+    marked = [batch.token_ids[span][marks_of(batch)[span] != 0].tolist() for span in spans(batch)]
     assert marked == [[], [], [5, 6], [4], []]
     chosen = select(batch, [3, 2])
-    assert chosen.token_ids[chosen.observation_mask != 0].tolist() == [4, 5, 6]
-    assert unmarked.observation_mask is None and select(unmarked, [3, 2]).observation_mask is None
+    assert chosen.token_ids[marks_of(chosen) != 0].tolist() == [4, 5, 6]
+    assert unmarked.columns == {} and select(unmarked, [3, 2]).columns == {}
+
+
+def marks_of(batch):
+    return batch.columns["observation_mask"].values
 
 
 def spans(batch):
@@ -79,7 +83,7 @@ def chats(random_batch):
         loss_mask=mask,
         rollout_logprobs=(-rng.random(cu_seqlens[-1]) * 3).astype(np.float32) * mask,
         temperatures=np.array([0.7, 1.0, 0.7, 0.7], dtype=np.float32),
-        observation_mask=(kind == 1).astype(np.uint8),
+        columns={"observation_mask": Observed((kind == 1).astype(np.uint8))},
     )
 
 
@@ -102,9 +106,9 @@ def double_policy(small_model, **settings):
 def test_no_other_sum_counts_observed_tokens(small_model, chats, changes):
     """Marked, and with a coefficient of next to nothing, they change nothing."""
     update = UpdateConfig(old_logprobs="recompute", ppo_epochs=2, num_minibatches=2)
-    chats = replace(chats, group_index=np.zeros(4, dtype=np.int64))
-    results = []
-    for batch, coef in ((replace(chats, observation_mask=None), 0.0), (chats, 1e-30)):
+    groups, results = {"group_index": RowColumn(np.zeros(4, dtype=np.int64))}, []
+    for columns, coef in ((groups, 0.0), (chats.columns | groups, 1e-30)):
+        batch = replace(chats, columns=columns)
         policy = double_policy(small_model)
         if "critic" in changes:
             policy.add_head(HEAD, value_head(policy).double(), 1e-2)
@@ -146,19 +150,19 @@ def test_a_batch_marks_what_the_environment_answers(small_model):
     arena.add_actor(Actor("player"))
     arena.add_episode(Digits())
     arena.source = lambda: [EpisodeRequest("digits", "12")]
-    assert run_to_end(arena.step()).observation_mask is None
-    arena.marks_observations = True
+    assert "observation_mask" not in run_to_end(arena.step()).columns
+    arena.add_stage(ObservationMarks())
     batch = run_to_end(arena.step())
-    marked = [tokenizer.decode(batch.token_ids[span][batch.observation_mask[span] != 0]) for span in spans(batch)]
+    marked = [tokenizer.decode(batch.token_ids[span][marks_of(batch)[span] != 0]) for span in spans(batch)]
     assert marked == ["", "<|user|>17<|end|><|assistant|>", "<|end|><|user|>2227<|end|><|assistant|>", ""]
     assert batch.metrics["observations/unmatched/player"] == pytest.approx(1 / 3)
 
 
 def test_without_marks_or_observations_it_says_so(small_model, chats):
     policy, config = double_policy(small_model), LossConfig(observation_coef=0.1)
-    with pytest.raises(ValueError, match="observation_mask=None: expected marked observations"):
-        update_policy(policy, replace(chats, observation_mask=None), UPDATE, config, np.random.default_rng(0))
-    nothing = replace(chats, observation_mask=np.zeros_like(chats.observation_mask))
+    with pytest.raises(ValueError, match="columns has no 'observation_mask': expected marked observations"):
+        update_policy(policy, replace(chats, columns={}), UPDATE, config, np.random.default_rng(0))
+    nothing = replace(chats, columns={"observation_mask": Observed(np.zeros_like(marks_of(chats)))})
     with pytest.warns(RuntimeWarning, match="loss.observation_coef, policy 'default': no chat of this batch"):
         metrics = update_policy(policy, nothing, UPDATE, config, np.random.default_rng(0))
     assert metrics["observation_tokens"] == 0 and metrics["loss_observations"] == 0
@@ -169,6 +173,6 @@ def test_a_config_sets_the_marks(tmp_path, coef):
     settings = {"run_dir": tmp_path, "loss.observation_coef": coef, "task_options.blanks": [1, 1]}
     run = build_run(load_config(None, settings))
     try:
-        assert run.arena.marks_observations == bool(coef)
+        assert ("observation_marks" in run.arena.stages) == bool(coef)
     finally:
         run.close()

@@ -16,7 +16,7 @@ from turnwise.arena import Arena, Rubric, SingleTurnEpisode
 from turnwise.credit import GRPOCredit
 from turnwise.inference import TransformersClient
 from turnwise.inference.common.hf_model import recompute_layers
-from turnwise.run.models import ask_models, check_routing
+from turnwise.run.models import ask_models
 from turnwise.samples.pack import pack as pack_samples
 from turnwise.samples.pack import select
 from turnwise.tasks.tiny import build_tokenizer
@@ -26,15 +26,16 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.head import Needs
-from turnwise.train.model.micro_batch import RoutingCounts, micro_batches, pack
+from turnwise.train.model.micro_batch import micro_batches, pack
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.prefix_tree import PrefixTree
-from turnwise.train.terms.registry import terms_of
+from turnwise.train.terms.registry import check_term_models, terms_of
+from turnwise.train.terms.routing_replay import ExpertsToReplay, RowExperts, routers_of
 from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.train.terms.term import Part
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import config_from_dict
-from turnwise.types import Actor, EpisodeRequest, RoutedExperts, Sample
+from turnwise.types import Actor, EpisodeRequest, RoutedExperts, Sample, StepFacts
 
 from ..inference.mixtures import build
 
@@ -53,7 +54,12 @@ def with_experts(batch, experts=6, seed=0, rows=None):
         routed.append(RoutedExperts(np.array(ids, dtype=np.uint8).reshape(-1, LAYERS, TOP_K)))
     if rows is not None:
         routed = [each if row in rows else None for row, each in enumerate(routed)]
-    return replace(batch, routed_experts=routed)
+    return replace(batch, columns={**batch.columns, "routed_experts": RowExperts(routed)})
+
+
+def counts_of(micro):
+    column = micro.columns["routed_experts"]
+    return column.tokens, column.recorded, column.conflicts
 
 
 def plain_mlp(mlp, experts_TK):
@@ -86,7 +92,10 @@ def plain_logprobs(model, batch, micro):
     results, starts = [], batch.cu_seqlens[:-1]
     for row, counts in enumerate(torch.diff(micro.cu_seqlens).tolist()):
         tokens = torch.from_numpy(batch.token_ids[starts[row] : batch.cu_seqlens[row + 1]])
-        routed, mlps = torch.from_numpy(batch.routed_experts[row].ids), [layer.mlp for layer in model.model.layers]
+        routed, mlps = (
+            torch.from_numpy(batch.columns["routed_experts"].values[row].ids),
+            [layer.mlp for layer in model.model.layers],
+        )
         for layer, mlp in enumerate(mlps):
             if hasattr(mlp, "gate"):
                 mlp.__dict__["forward"] = plain_mlp(mlp, routed[:, layer])
@@ -132,10 +141,10 @@ def test_log_probs_and_gradients_are_those_of_a_plain_mixture(kind, layout, tree
     assert theirs.keys() == ours.keys() and "model.layers.2.mlp.gate.weight" in ours
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name)
-    own, _ = forward(micro.without_experts())
+    own, _ = forward(micro.for_another_model())
     assert not torch.allclose(own, got, atol=0.1), "the model itself chooses others"
-    counts = RoutingCounts(*(int(n) for n in (np.diff(batch.cu_seqlens) - 1).sum(keepdims=True).repeat(2)), 0)
-    assert micro.routing == counts
+    count = int((np.diff(batch.cu_seqlens) - 1).sum())
+    assert counts_of(micro) == (count, count, 0)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
@@ -156,11 +165,11 @@ def test_default_passes_keep_their_bits(tree_batch):
     forward = quiet_forward(model)
     micros = micro_batches(batch, np.arange(len(batch)), 64, trie_share=forward.trie_share)
     before = [forward(micro)[0] for micro in micros]
-    forward.routers()
+    routers_of(forward.lm)
     routed = with_experts(batch)
     [forward(micro) for micro in micro_batches(routed, np.arange(len(batch)), 64, trie_share=forward.trie_share)]
     assert all(torch.equal(forward(micro)[0], old) for micro, old in zip(micros, before, strict=True))
-    assert all(micro.experts_TLK is None and micro.routing is None for micro in micros)
+    assert all(micro.columns == {} for micro in micros)
 
 
 def test_rows_without_a_record_choose_themselves(tree_batch):
@@ -168,15 +177,20 @@ def test_rows_without_a_record_choose_themselves(tree_batch):
     forward = quiet_forward(model, "packed")
     part = with_experts(batch, rows={0, 2})
     micro = pack(part, np.arange(len(part)))
-    got, own = forward(micro)[0], forward(micro.without_experts())[0]
+    got, own = forward(micro)[0], forward(micro.for_another_model())[0]
     full = forward(pack(with_experts(batch), np.arange(len(batch))))[0]
     recorded = torch.isin(micro.row_N, torch.tensor([0, 2]))
     torch.testing.assert_close(got[recorded], full[recorded])
     torch.testing.assert_close(got[~recorded], own[~recorded])
     lengths = np.diff(batch.cu_seqlens)
-    assert micro.routing == RoutingCounts(int((lengths - 1).sum()), int(lengths[0] + lengths[2] - 2), 0)
+    assert counts_of(micro) == (int((lengths - 1).sum()), int(lengths[0] + lengths[2] - 2), 0)
     nobody = pack(with_experts(batch, rows=set()), np.arange(len(batch)))
-    assert nobody.experts_TLK is None and nobody.routing.recorded == 0
+    assert nobody.columns["routed_experts"].values is None and counts_of(nobody)[1] == 0
+
+
+def packed(samples):
+    ExpertsToReplay().selected(None, [], samples)
+    return pack_samples(samples, {}, {})
 
 
 def test_the_first_row_of_a_shared_prefix_counts():
@@ -187,20 +201,21 @@ def test_the_first_row_of_a_shared_prefix_counts():
     ids[1, 0] = [1, 0]  # the same two in another order
     samples = [
         Sample(0, "e", "a", 0, 0, None, f"r{n}", 0, "default", [1, 2, 3], [4 + n], [-1.0], [(1, 0)], 0.0, 0.0, 1.0,
-               info={"routed_experts": RoutedExperts(ids[n])})
+               facts=StepFacts(routed_experts=RoutedExperts(ids[n])))
         for n in range(2)
     ]  # fmt: skip
-    batch = pack_samples(samples, {}, {})
+    batch = packed(samples)
     for order in ([0, 1], [1, 0]):
         trie = PrefixTree(batch.token_ids, batch.cu_seqlens, np.array(order), last=False)
         micro = pack(batch, np.array(order), trie=trie)
-        assert micro.experts_TLK.tolist() == ids[order[0]].tolist()
-        assert micro.routing == RoutingCounts(6, 6, 1)
+        assert micro.columns["routed_experts"].values.tolist() == ids[order[0]].tolist()
+        assert counts_of(micro) == (6, 6, 1)
     # Apart, each row has its own.
-    assert pack(batch, np.arange(2)).experts_TLK[[0, 1, 2, 4, 5, 6]].tolist() == ids.reshape(6, LAYERS, TOP_K).tolist()
-    assert (pack(batch, np.arange(2)).experts_TLK[[3, 7]] == -1).all()
+    apart = pack(batch, np.arange(2)).columns["routed_experts"].values
+    assert apart[[0, 1, 2, 4, 5, 6]].tolist() == ids.reshape(6, LAYERS, TOP_K).tolist()
+    assert (apart[[3, 7]] == -1).all()
     with pytest.raises(ValueError, match=r"step 0 of rollout 'r0': routed_experts of shape \(2, 3, 2\): expected \[3,"):
-        pack_samples([replace(samples[0], info={"routed_experts": RoutedExperts(ids[0, 1:])})], {}, {})
+        packed([replace(samples[0], facts=StepFacts(routed_experts=RoutedExperts(ids[0, 1:])))])
 
 
 def test_experts_of_another_model_are_an_error(tree_batch):
@@ -214,7 +229,8 @@ def test_experts_of_another_model_are_an_error(tree_batch):
     with pytest.raises(ValueError, match="Qwen3ForCausalLM is dense: expected a mixture of experts"):
         quiet_forward(build("qwen3"))(pack(with_experts(batch), np.arange(len(batch))))
     mixed = with_experts(batch)
-    mixed.routed_experts[0] = RoutedExperts(mixed.routed_experts[0].ids[:, :2])
+    of_rows = mixed.columns["routed_experts"].values
+    of_rows[0] = RoutedExperts(of_rows[0].ids[:, :2])
     with pytest.raises(ValueError, match=r"\[\(2, 2\), \(3, 2\)\]: expected one model's"):
         pack(mixed, np.arange(len(batch)))
 
@@ -223,12 +239,12 @@ def test_a_reference_chooses_its_own_experts(tree_batch):
     batch, model = with_experts(tree_batch(6)), build("qwen3_moe")
     policy = Policy("default", model, UpdateConfig(), total_steps=1, with_reference=True)
     micro = pack(batch, np.arange(len(batch)))
-    own, _ = policy.forward(micro.without_experts())
+    own, _ = policy.forward(micro.for_another_model())
     torch.testing.assert_close(policy.reference_logprobs(micro), own.detach())
     pupil = Policy("pupil", build("qwen3_moe"), UpdateConfig(), total_steps=1)
     teach(pupil, Teaching({name: policy for name in batch.actors}, 3, 1.0))
     terms = terms_of(pupil).begin(LossConfig(), batch.actors)
-    ids_Nk = policy.read(micro.without_experts(), Needs(top_k=3, rows=pupil.forward.rows)).top_ids_Nk
+    ids_Nk = policy.read(micro.for_another_model(), Needs(top_k=3, rows=pupil.forward.rows)).top_ids_Nk
     assert torch.equal(terms["teaching"].others(pupil, Part(micro, micro.rollout_logprobs_N)), ids_Nk)
 
 
@@ -285,7 +301,7 @@ def test_a_run_replays_what_its_client_returns(tmp_path):
 def test_a_client_that_returns_no_experts_is_an_error(tmp_path, tree_batch):
     config = config_of(tmp_path)
     learner = LocalLearner({"default": Policy("default", build("qwen3_moe"), UpdateConfig(), total_steps=1)}, config)
-    with pytest.raises(ConfigError, match=r"the client returned no experts: make it with routed_experts=True"):
+    with pytest.raises(ConfigError, match=r"the client returned no routed_experts: make it with routed_experts=True"):
         learner.update(tree_batch(8), {"default"}, {}, np.random.default_rng(0), lambda *_: None)
     updated = learner.update(with_experts(tree_batch(8)), {"default"}, {}, np.random.default_rng(0), lambda *_: None)
     assert updated.metrics["default"]["routing/replayed"] == 1.0
@@ -301,5 +317,5 @@ def test_settings_that_can_not_be_served(tmp_path):
     with pytest.raises(
         ConfigError, match="policy 'default': PhimoeTopKRouter computes the weights of its experts by no"
     ):
-        check_routing(other, {"default": build("phimoe")})
+        check_term_models(other, {"default": build("phimoe")})
     ask_models(config_of(tmp_path / "known"), lambda: (None, None))

@@ -12,6 +12,7 @@ from turnwise.train.model.micro_batch import pack, pad
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.loss_types import registry
 from turnwise.train.update.update import old_logprobs, update_policy
+from turnwise.types import CompletionColumn
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "agent-mean"]
 
@@ -105,7 +106,7 @@ def test_each_actor_counts_alike_within_its_policy(monkeypatch, random_batch, sm
 def with_token_advantages(batch):
     """Give the tokens that train advantages of their own."""
     values = np.random.default_rng(9).normal(size=len(batch.token_ids)).astype(np.float32)
-    return replace(batch, token_advantages=values * batch.loss_mask)
+    return replace(batch, columns={"token_advantages": CompletionColumn(values * batch.loss_mask)})
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["rows", "tokens"])
@@ -124,7 +125,7 @@ def test_the_gradient_is_that_of_the_formula(monkeypatch, random_batch, small_mo
     logprobs = torch.log_softmax(logits, -1)[block.row, block.column, micro.targets_N]
     mask, advantages = micro.mask_N.double(), micro.advantages_B.double()[micro.row_N]
     if own:
-        advantages += torch.from_numpy(batch.token_advantages).double()[micro.token_N]
+        advantages += torch.from_numpy(batch.columns["token_advantages"].values).double()[micro.token_N]
     (-(logprobs * advantages * mask).sum() / mask.sum()).backward()
     norm = torch.sqrt(sum((p.grad**2).sum() for p in expected.parameters())).item()
     metrics = update_policy(policy, batch, UpdateConfig(), LossConfig(), np.random.default_rng(0))

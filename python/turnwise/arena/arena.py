@@ -31,9 +31,11 @@ from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stages.stage import BatchNotes
 from turnwise.arena.stages.stages import Stages
 from turnwise.arena.stores.contents import mean_reward
-from turnwise.samples import pack as rows
-from turnwise.samples.collect import collect_samples, mark_observations
+from turnwise.samples.collect import collect_samples
 from turnwise.samples.filters import count_without_advantage
+from turnwise.samples.pack import pack
+from turnwise.samples.step_metrics import describe
+from turnwise.samples.training_samples import set_advantages, state_of, training_samples
 from turnwise.types import (
     ClientCapabilities,
     EpisodeRequest,
@@ -193,19 +195,17 @@ class Arena(ArenaSetup):
         self.shape_rewards(results)
         samples = collect_samples(results)
         self.stages.collected(self, results, samples)
-        self._notes = BatchNotes(rows.set_advantages(results, samples, self.credit))
+        self._notes = BatchNotes(set_advantages(results, samples, self.credit))
         self.stages.credited(self, results, samples, self._notes)
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
         causes = self._notes.causes
-        samples, drops = rows.training_samples(results, filters, causes, partial(self.stages.prepare, self))
-        metrics = rows.describe(results) | self._notes.metrics | count_without_advantage(samples, causes)
-        if self.marks_observations:
-            metrics |= mark_observations(results, samples)
+        samples, drops = training_samples(results, filters, causes, partial(self.stages.prepare, self))
+        metrics = describe(results) | self._notes.metrics | count_without_advantage(samples, causes)
         metrics |= self.stages.selected(self, results, samples)
-        batch = rows.pack(samples, drops, metrics, self.credit)
+        batch = pack(samples, drops, metrics)
         if self.check_private:
             check_batch(batch, results)
         return batch
@@ -356,7 +356,7 @@ class Arena(ArenaSetup):
             "loose_calls": self._loose_calls,
             "rng": rng_state(self.rng),
             "stores": {name: store.state_dict() for name, store in self.stores.items()},
-            "credit": rows.state_of(self.credit),
+            "credit": state_of(self.credit),
             "stages": self.stages.state_dict(),
         }
 

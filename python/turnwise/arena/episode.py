@@ -27,7 +27,7 @@ from turnwise.arena.runtime.tool_rounds import call_with_tools
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import warn_once, watched
 from turnwise.arena.stores.store import ArtifactStore
-from turnwise.samples.pack import SHORTENED
+from turnwise.samples.step_metrics import SHORTENED
 from turnwise.types import (
     ContextLengthError,
     EpisodeRequest,
@@ -269,7 +269,7 @@ class Episode(ABC):
         rollout.metrics.update(score.metrics)
         leave_out_unpaid(rollout)
         if score.dropped is not None:
-            rollout.meta["dropped"] = score.dropped
+            rollout.facts.dropped = score.dropped
         elif not self.rubric.is_grouped:  # group functions have not added their rewards yet
             check_rewarded(rollout)
         if failed_step(state) is None:

@@ -96,8 +96,6 @@ class ArenaSetup:
         self._actors: dict[str, Actor] = {}
         self.teams: dict[str, dict[str, Actor]] = {}
         """The actors of single episodes, by type; other episodes are played by all :attr:`actors`."""
-        self.marks_observations = False
-        """Mark in each batch the tokens of prompts that an actor observed after its answers."""
         self.rewards_by_type: dict[str, dict[str, Any]] = {}
         """What replaces :attr:`reward` for single episodes, by type."""
         self.episodes: dict[str, Episode] = {}

@@ -12,6 +12,7 @@ from turnwise.cluster.host import ProcessCommand
 from turnwise.cluster.members import FOLDER, log_file
 from turnwise.cluster.placement import Kind, Role
 from turnwise.cluster.supervisor import Place
+from turnwise.train.config.features import required_options
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
 from turnwise.utils.files import KEY_VARIABLE, make_private, replace_text
@@ -63,8 +64,8 @@ def commands_of(
         pool = config.cluster.engines[place.role.pool]
         address = ["--host", place.address, "--port", str(place.port), "--api-key-env", KEY_VARIABLE, "--restarts", "0"]
         options = [word for name, value in pool.options.items() for word in _as_options(name, value)]
-        if config.rollout.routing_replay:
-            options += _as_options("engine_args", {"enable_return_routed_experts": True})
+        if asked := {f"enable_return_{option}": True for option in required_options(config)}:
+            options += _as_options("engine_args", asked)
         what = ["serve", str(models[place.role.pool]), "--engine", pool.engine, "--dummy-weights"]
         return command(place.role, [*what, *address, *options])
 

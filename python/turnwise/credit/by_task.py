@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from turnwise.credit.base import CENTERED, Credit
-from turnwise.samples.pack import advantages_of
+from turnwise.samples.training_samples import advantages_of
 from turnwise.types import CreditAssigner, ExplainedCredit, GroupedCredit, Sample
 from turnwise.utils.registry import name_of
 

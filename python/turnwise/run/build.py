@@ -15,26 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.arena import Arena, Filters
-from turnwise.arena.stages.task_labels import SUCCESS, TASK
+from turnwise.arena.stages.task_labels import SUCCESS
 from turnwise.inference.common.hf_model import count_tokens, limit_head, shortest_context
-from turnwise.run.checks import (
+from turnwise.run.checks import check_config, check_questions, task_of, tiny_model
+from turnwise.run.clients import build_client
+from turnwise.run.models import check_loaded
+from turnwise.run.parts import (
+    build_callbacks,
     build_credit,
-    check_config,
-    check_questions,
+    build_stages,
     episodes_of,
     eval_sets,
     exploitability_of,
     parts_of,
-    task_of,
-    tiny_model,
 )
-from turnwise.run.clients import build_client
-from turnwise.run.models import check_loaded
-from turnwise.run.parts import build_callbacks, build_stages
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
 from turnwise.run.start import run_warm_start, starting_questions
-from turnwise.run.tinker import build_remote, export_adapters, is_remote
+from turnwise.run.tinker import build_remote, export_adapters
 from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
@@ -45,7 +43,6 @@ from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.checkpoint.warm_start import FOLDER as WARM_START
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
 from turnwise.train.eval.ablate import Ablation, Addition, ablate
 from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.health.start import check_start
@@ -62,7 +59,6 @@ from turnwise.train.model.loading import (
 )
 from turnwise.train.model.policy import limit_heads
 from turnwise.train.run_folder import RunLock, check_records
-from turnwise.train.terms.registry import columns_of
 from turnwise.train.terms.teaching import attach_teachers
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS
@@ -113,8 +109,8 @@ class Run:
             check_questions(self.config, self.task)
             begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
             asked = starting_questions(self.config, self.task) if begins else []
-            for task in dict.fromkeys(request.meta.get(TASK) for request in asked):
-                own = [request for request in asked if request.meta.get(TASK) == task]
+            for task in dict.fromkeys(request.facts.task for request in asked):
+                own = [request for request in asked if request.facts.task == task]
                 metric = f"{task}/{SUCCESS}" if task in self.config.tasks else self.task.success_metric
                 run_in_program(check_start(self.trainer, own, metric))
             progress = run_in_program(self.trainer.run())
@@ -123,7 +119,7 @@ class Run:
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
-            if is_remote(self.config):
+            if self.config.learner.is_remote:
                 export_adapters(learner, self.tokenizer, folder, self.trainer.log)
             elif not learner.holds_all_weights:
                 if any(policy.base is not None for policy in policies.values()):
@@ -227,12 +223,9 @@ def build_run(
         config,
         task,
         warm=bool(config.warm_start.steps) and warm and not resumes,
+        trains=trains,
         note=kept.append if trains else None,
     )
-    if trains:
-        check_questions(config, task)
-        if config.steps and not any(policy.trainable for policy in config.policies.values()):
-            raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
     for line in kept:
@@ -240,7 +233,7 @@ def build_run(
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
-    if is_remote(config):  # a server has the models
+    if config.learner.is_remote:  # a server has the models
         learner, client, context = build_remote(config, tokenizer, log)
         arena = arena_for_client(client, config, task, actors, tokenizer, context)
     else:
@@ -344,12 +337,7 @@ def arena_for_client(
         max_context=max_context,
         seed=config.seed,
         failure_threshold=rollout.failure_threshold,
-        filters=Filters(
-            drop_zero_advantage=config.filter.drop_zero_advantage,
-            drop_truncated=config.filter.drop_truncated,
-            max_length=config.filter.max_length,
-            dynamic_sampling_rounds=config.filter.dynamic_sampling_rounds,
-        ),
+        filters=Filters(**config.filter.model_dump()),
         reward={} if isinstance(task, SeveralTasks) else config.reward.of_mix(),
         stages=build_stages(config, task, actors),
         check_private=rollout.check_private,
@@ -357,7 +345,6 @@ def arena_for_client(
         task=task,
         rollout=rollout,
     )
-    arena.marks_observations = "observation_mask" in columns_of(config.loss)
     if isinstance(task, SeveralTasks):
         arena.teams = task.teams(actors)
         mixes = {name: one.reward.of_mix() for name, (one, _) in parts_of(config, task).items()}

@@ -17,7 +17,8 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.update.held_out import HeldOutCheck
 from turnwise.train.update.sft import WarmStart, warm_start
-from turnwise.train.update.sft_data import Demonstration, SFTRows, fitting
+from turnwise.train.update.sft_data import Demonstration, fitting
+from turnwise.train.update.sft_rows import SFTRows
 from turnwise.types import Actor, EpisodeRequest
 from turnwise.utils.signals import deferred_signals
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from math import isfinite
 
-from turnwise.types import CHILD, GenerateResult, Rollout, Sample
+from turnwise.types import CHILD, CompletionColumn, GenerateResult, Rollout, Sample
+from turnwise.types.columns import TOKEN_ADVANTAGES
 
 
 def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
@@ -46,6 +47,7 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
     rollout = node.rollout
     step = rollout.steps[index]
     reward, trajectory_reward = _rewards(rollout, index, actor)
+    advantages = step.info.get(TOKEN_ADVANTAGES)
     # Positional arguments, in the order of the fields: keywords take 1.5 times as long.
     return Sample(
         node.group_id,
@@ -66,14 +68,14 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         step.advantage,
         step.finish_reason,
         step.info.get("loss_mask"),
-        float(step.info.get("temperature", 1.0)),
+        1.0 if step.facts.temperature is None else float(step.facts.temperature),
         node.parent_id,
         step.group,
         step.reward is not None,
         step.info,
         top,
-        None,
-        step.info.get("token_advantages"),
+        {} if advantages is None else {TOKEN_ADVANTAGES: CompletionColumn(advantages)},
+        facts=step.facts,
         attempt_id=rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
     )
 
@@ -98,30 +100,6 @@ def _rewards(rollout: Rollout, index: int, actor: str) -> tuple[float, float]:
     raise ValueError(f"{name} has reward {of_rollout if isfinite(of_step) else of_step!r}: expected a finite number")
 
 
-def mark_observations(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
-    """Set ``observed`` of ``samples``: the tokens of each prompt after the actor's previous answer in the same chat.
-
-    The actor's earlier call in the rollout whose chat has one answer less precedes a prompt that begins with all tokens
-    of the call's prompt and answer. What follows was written by the environment, tools, other actors and the chat
-    template. A first call has observed nothing, and neither has one whose chat was shortened, or rendered again with
-    other tokens. Return ``observations/unmatched/<actor>``: the share of calls for which a chat with one answer less
-    exists, but not with these tokens.
-    """
-    calls: dict[tuple[str, str, int], list[list[int]]] = {}
-    answers: dict[tuple[str, int], int] = {}
-    for rollout in (node.rollout for top in results for node in top.walk()):
-        for index, step in enumerate(rollout.steps):
-            count = sum(message["role"] == "assistant" for message in step.prompt)
-            answers[rollout.id, index] = count
-            if step.actor_id is not None and step.completion_token_ids:
-                whole = [*step.prompt_token_ids, *step.completion_token_ids]
-                calls.setdefault((rollout.id, step.actor_id, count), []).append(whole)
-    unmatched: dict[str, list[bool]] = {}
-    for sample in samples:
-        prompt, count = list(sample.prompt_token_ids), answers[sample.rollout_id, sample.step_index]
-        earlier = calls.get((sample.rollout_id, sample.actor, count - 1), [])
-        starts = [len(call) for call in earlier if prompt[: len(call)] == call]
-        sample.observed = len(prompt) - max(starts) if starts else 0
-        if earlier:
-            unmatched.setdefault(sample.actor, []).append(not starts)
-    return {f"observations/unmatched/{actor}": sum(each) / len(each) for actor, each in unmatched.items()}
+def step_name(sample: Sample) -> str:
+    """Return the name of the sample's step in an error."""
+    return f"step {sample.step_index} of rollout {sample.rollout_id!r}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from turnwise.types import Sample
+from turnwise.types.columns import TOKEN_ADVANTAGES
 
 StepKey = tuple[str, int]
 """Identifies a step in a batch: the rollout's id and the step's index in it."""
@@ -68,4 +69,4 @@ def count_without_advantage(samples: Sequence[Sample], zero_causes: Mapping[Step
 
 
 def _has_none(sample: Sample) -> bool:
-    return sample.advantage == 0 and sample.token_advantages is None
+    return sample.advantage == 0 and TOKEN_ADVANTAGES not in sample.columns

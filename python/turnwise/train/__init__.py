@@ -1,6 +1,7 @@
 """The training loop and its rooms: config, model, update, checkpoints, evaluation, logs, league, health.
 
-Read in this order: loop, loss_terms, group_queue, callbacks, validate, run_folder.
+Read in this order: loop, loss_terms, group_queue, callbacks, validate, run_folder,
+resume, resume_queue, resume_stores.
 May import: types, utils, samples, credit, arena, train.
 """
 

@@ -34,7 +34,8 @@ from torch import Tensor
 from turnwise.arena import Arena, EpisodeCheckpoints
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import take_counts
-from turnwise.samples.pack import drop_stale, state_of
+from turnwise.samples.pack import drop_stale
+from turnwise.samples.training_samples import state_of
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
@@ -52,7 +53,8 @@ from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness,
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loss_terms import keep_their_rows
 from turnwise.train.model.policy import Policy, limit_heads
-from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
+from turnwise.train.resume import resume_run, rewound_state, save_run, save_validation
+from turnwise.train.resume_queue import first_unpicklable, new_queue
 from turnwise.train.run_folder import RunLock
 from turnwise.train.terms.registry import stages_of_terms, teachers_replace_rewards
 from turnwise.train.validate import check_contradictions
@@ -62,6 +64,7 @@ from turnwise.utils.memory import frozen_heap
 from turnwise.utils.registry import name_of, numbered
 from turnwise.utils.signals import SavedNote, after, exits_as_errors
 from turnwise.utils.threads import begin
+from turnwise.utils.values import problem
 
 T = TypeVar("T")
 
@@ -118,10 +121,8 @@ class Trainer:
                 "as sampling goes on while the trainer updates its modules. Make the client with share=False"
             )
         if config.eval.ablate and validation is not None and not validation.ablations:
-            raise ConfigError(
-                "config key 'eval.ablate' = true: expected the validation set's ablations, as in "
-                "EvalSet(requests, metric, ablations=...)"
-            )
+            why = "expected the validation set's ablations, as in EvalSet(requests, metric, ablations=...)"
+            raise ConfigError(problem("eval.ablate", why, True))
         self._run_dir = config.run_dir
         config = config.model_copy(update={"run_dir": config.run_dir.absolute()})  # user code may change the folder
         self.arena, self.policies, self.config, self.validation = arena, policies, config, validation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from turnwise.arena.stages.registry import stage_problems
 from turnwise.credit import registry as credit_rules
-from turnwise.train.config.base import RunFacts, conflicts_of
+from turnwise.train.config.base import RunFacts, TaskFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.policies import OptimizerConfig
-from turnwise.train.config.sampling import CreditConfig
+from turnwise.train.config.rewards import CreditConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import (
     ConfigError,
@@ -24,8 +24,11 @@ from turnwise.train.config.toml import (
     set_value,
     split_key,
 )
+from turnwise.train.health.guard import signal_problems
+from turnwise.train.league.build import matchmaker_problems
+from turnwise.train.learner.tinker.wire import unserved_loss
 from turnwise.train.terms.loss_types import find_loss
-from turnwise.train.terms.registry import loss_problems
+from turnwise.train.terms.registry import loss_problems, terms_on
 from turnwise.types import TaskCapabilities, capabilities_of
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
@@ -87,10 +90,23 @@ def read_config(
     return parse_settings(data)
 
 
-def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any] = ()) -> list[str]:
-    """Return one line for each problem of keys that are valid alone but don't fit together.
+ASKED: tuple[Callable[[RunFacts], Iterable[str]], ...] = (
+    conflicts_of,
+    loss_problems,
+    stage_problems,
+    unserved_loss,
+    matchmaker_problems,
+    signal_problems,
+)
+"""The one list of what is asked about a run's settings: all sections, and the rooms that build what a key names."""
 
-    ``ranks`` processes train, and ``episodes`` are the task's.
+
+def contradictions(
+    config: TrainConfig, ranks: int = 1, task: TaskFacts | None = None, *, trains: bool = False
+) -> list[str]:
+    """Return one line for each problem of keys that are valid alone but don't fit together, or don't fit the ``task``.
+
+    ``ranks`` processes train. With ``trains`` also return what would stop the first step.
     """
     problems: list[str] = []
     for name in config.policies:
@@ -99,9 +115,9 @@ def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any
         except ValidationError as error:
             at = ("policies", name, "optimizer")
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
-    grammars = any(getattr(episode, "samples_under_grammars", False) for episode in episodes)
-    run = RunFacts(config=config, ranks=ranks, grammars=grammars)
-    return [*problems, *conflicts_of(run), *loss_problems(run), *stage_problems(run)]
+    alone = any(term.trains_alone for term in terms_on(config.loss)) or bool(config.teachers())
+    run = RunFacts(config=config, ranks=ranks, task=task, trains=trains, trains_alone=alone)
+    return list(dict.fromkeys([*problems, *(line for ask in ASKED for line in ask(run))]))
 
 
 # -- Expected values of keys -------------------------------------------------------------------------------------------
@@ -128,23 +144,23 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
     """Return the types of the options in the table at ``keys``, by name; ``None`` for a section."""
     # Each table of options belongs to a class: optimizer, task, credit rule or loss.
     task = str(data.get("task", TrainConfig().task))
-    if keys[:1] == ("policies",) and keys[2:] == ("optimizer",):
-        return option_types(OptimizerConfig)
     try:
-        if keys == ("task_options",) and task_type is not None:
-            return option_types(task_type(task).options_type)
-        if keys[:1] == ("tasks",) and len(keys) > 2:  # the tables of one task among several
-            one = data["tasks"].get(keys[1]) or {}
-            alone = {**one, "task": one.get("task", keys[1])}
-            inner = ("task_options",) if keys[2:] == ("options",) else keys[2:]
-            return _options_at(inner, alone, task_type) if inner[-1:] in (("options",), ("task_options",)) else None
-        if keys == ("credit", "options"):
-            rule = str(data["credit"].get("rule", CreditConfig().rule))
-            if rule == "task":
-                rule = capabilities_of(task_type and task_type(task), TaskCapabilities).credit_rule
-            return option_types(import_by_name(credit_rules, rule, "credit.rule"))
-        if keys == ("loss", "options"):
-            return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))
+        match keys:
+            case ("policies", _, "optimizer"):
+                return option_types(OptimizerConfig)
+            case ("task_options",) if task_type is not None:
+                return option_types(task_type(task).options_type)
+            case ("tasks", name, *inner, "options") if inner in ([], ["credit"]):  # of one task among several
+                one = data["tasks"].get(name) or {}
+                own = ("credit", "options") if inner else ("task_options",)
+                return _options_at(own, {**one, "task": one.get("task", name)}, task_type)
+            case ("credit", "options"):
+                rule = str(data["credit"].get("rule", CreditConfig().rule))
+                if rule == "task":
+                    rule = capabilities_of(task_type and task_type(task), TaskCapabilities).credit_rule
+                return option_types(import_by_name(credit_rules, rule, "credit.rule"))
+            case ("loss", "options"):
+                return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))
     except ValueError:  # unknown task, rule or loss: its builder reports it
         return {}
     return None
@@ -152,6 +168,9 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
 
 def _without_code(settings: Any) -> Any:
     """Return ``settings`` with an empty string for each ``module:Name`` that would have to be imported."""
-    if isinstance(settings, dict):
-        return {key: _without_code(value) for key, value in settings.items()}
-    return "" if isinstance(settings, str) and ":" in settings else settings
+    match settings:
+        case dict():
+            return {key: _without_code(value) for key, value in settings.items()}
+        case str() if ":" in settings:
+            return ""
+    return settings

@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, completions, model_calls, training, capabilities, protocols.
+Read in this order: play, facts, completions, model_calls, columns, training, capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
@@ -21,7 +21,15 @@ from turnwise.types.capabilities import (
     TokenizedClient,
     capabilities_of,
 )
+from turnwise.types.columns import (
+    AllowedTokens,
+    Column,
+    CompletionColumn,
+    RowColumn,
+    TokenColumn,
+)
 from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
+from turnwise.types.facts import INFO_KEYS, META_KEYS, RequestFacts, RolloutFacts, StepFacts
 from turnwise.types.model_calls import (
     ContextLengthError,
     DeadEndError,
@@ -52,7 +60,6 @@ from turnwise.types.play import (
     Step,
 )
 from turnwise.types.training import (
-    AllowedTokens,
     CreditAssigner,
     ExplainedCredit,
     GroupedCredit,
@@ -64,6 +71,8 @@ from turnwise.types.training import (
 __all__ = [
     "CHILD",
     "CHILD_ACTORS",
+    "INFO_KEYS",
+    "META_KEYS",
     "OK",
     "PAID_LATER",
     "PAID_OTHERS",
@@ -72,6 +81,8 @@ __all__ = [
     "Artifact",
     "CheckedClient",
     "ClientCapabilities",
+    "Column",
+    "CompletionColumn",
     "ContextLengthError",
     "CreditAssigner",
     "CreditCapabilities",
@@ -94,15 +105,20 @@ __all__ = [
     "PolicyVersions",
     "PooledClient",
     "RecoverableClient",
+    "RequestFacts",
     "RewardFunction",
     "Rollout",
+    "RolloutFacts",
     "RoutedClient",
     "RoutedExperts",
+    "RowColumn",
     "Sample",
     "Sampling",
     "ScoringClient",
     "Step",
+    "StepFacts",
     "TaskCapabilities",
+    "TokenColumn",
     "TokenizedClient",
     "Tokenizer",
     "ToolCall",

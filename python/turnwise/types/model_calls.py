@@ -103,7 +103,7 @@ class RoutedExperts:
     """The experts that a mixture of experts chose for the tokens of a model call.
 
     They are those of all tokens that passed through the model: the prompt and the completion without its last token.
-    Clients with ``routed_experts=True`` return them, and the trainer replays them (``rollout.routing_replay``). Records
+    Clients with ``routed_experts=True`` return them, and the trainer replays them. Records
     of episodes leave them out.
 
     Example: a prompt of 3 tokens and a completion of 2, in a model of 2 layers with 2 experts per token:

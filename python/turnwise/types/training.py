@@ -8,22 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from turnwise.types.model_calls import FinishReason, PolicyVersions, RoutedExperts
+from turnwise.types.columns import Column
+from turnwise.types.facts import StepFacts
+from turnwise.types.model_calls import FinishReason, PolicyVersions
 from turnwise.types.play import GenerateResult
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllowedTokens:
-    """The tokens that grammars allowed at ``n`` positions; equal masks are stored once.
-
-    Example: two positions, the second of which allowed only token 3 of 8:
-    ``AllowedTokens(np.array([-1, 0]), np.array([[8]], dtype=np.uint8))``
-    """
-
-    mask_index: np.ndarray
-    """``[n]`` int64: the row of ``masks``; -1 where all tokens were allowed."""
-    masks: np.ndarray
-    """``[U, W]`` uint8: bit ``b`` of byte ``w`` is token ``8 * w + b``. Tokens beyond the last byte are not allowed."""
 
 
 @dataclass(slots=True)
@@ -64,14 +52,13 @@ class Sample:
     has_step_reward: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
     """The step's own ``info``."""
+    facts: StepFacts = field(default_factory=StepFacts, kw_only=True)
+    """The step's own ``facts``."""
     root_result: GenerateResult | None = field(default=None, repr=False, compare=False)
     """The result at the top of this call's tree of episodes."""
-    allowed: AllowedTokens | None = field(default=None, repr=False, compare=False)
-    """The tokens that its grammar allowed, position by position; ``None`` without a grammar."""
-    token_advantages: list[float] | None = None
-    """Advantages of single completion tokens ``[C]``, which are added to ``advantage``; ``None`` if there are none."""
-    observed: int | None = None
-    """Number of the prompt's last tokens that follow the actor's previous answer; ``None`` if they were not marked."""
+    columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
+    """What only some samples have, by name, such as ``allowed``, the tokens that its grammar allowed, and
+    ``token_advantages``, which are added to ``advantage``."""
     attempt_id: str | None = None
     """Id of the rollout that this trajectory is a sub-agent's part of. Those of one attempt count once in a group.
     ``None``: the trajectory is an attempt by itself."""
@@ -96,12 +83,9 @@ class TrainingBatch:
     train), ``rollout_logprobs [N]`` float32 (0 on prompts), ``advantages [B]`` float32, ``rewards [B]`` float32,
     ``temperatures [B]`` float32, ``actor_index [B]`` and ``policy_index [B]`` int64 into ``actors`` and ``policies``,
     ``min_version [B]`` int64, the oldest policy version that sampled a token of the row. ``drops`` counts the model
-    calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``allowed`` covers the stream if
-    a row was sampled under a grammar, else it is ``None``. ``token_advantages [N]`` float32 are added to the rows'
-    advantages; ``None`` if no row has any. ``routed_experts`` has those of each row, ``None`` for rows without; it is
-    ``None`` if no row has any. Rows with the same ``group_index [B]`` int64 are compared with each other;
-    ``None`` in a batch without a credit rule. ``observation_mask [N]`` uint8 is 1 on the observed tokens of prompts;
-    ``None`` if they were not marked.
+    calls that don't train, by ``(actor, cause)``; ``metrics`` describe the whole step. ``columns`` has what only some
+    batches have, by name, such as ``token_advantages [N]`` and ``allowed`` (:class:`AllowedTokens`). Each is of a kind
+    (:class:`Column`) that says how to select and cut it.
 
     Example: two samples of 5 and 4 tokens have ``cu_seqlens == [0, 5, 9]``.
     """
@@ -120,11 +104,7 @@ class TrainingBatch:
     policies: list[str]
     drops: dict[tuple[str, str], int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    allowed: AllowedTokens | None = None
-    token_advantages: np.ndarray | None = None
-    routed_experts: list[RoutedExperts | None] | None = None
-    group_index: np.ndarray | None = None
-    observation_mask: np.ndarray | None = None
+    columns: dict[str, Column] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1

@@ -101,9 +101,10 @@ PAID = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("work")
 @pytest.mark.parametrize(("case", "moves", "rewards", "steps"), PAID)
-async def test_what_an_action_causes_is_paid_to_its_actor(build, case, moves, rewards, steps):
+async def test_what_an_action_causes_is_paid_to_its_actor(request, build, case, moves, rewards, steps):
+    if case.task == SHIFTS:
+        request.getfixturevalue("work")
     task = build(case)
     (plain,) = await played(task, [request_of(task, 3)], said(*(f"[{move}]" for move in moves)))
     assert plain.rewards == pytest.approx(rewards)

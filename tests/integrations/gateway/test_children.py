@@ -25,7 +25,7 @@ from turnwise.integrations.gateway import (
 from turnwise.integrations.gateway.service.standing import standing
 from turnwise.report.credit import result_of
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.pack import describe
+from turnwise.samples.step_metrics import describe
 from turnwise.types import CHILD, EpisodeRequest, ModelError
 
 from ...arena.replaying import play as replay
@@ -99,7 +99,7 @@ def test_each_child_is_a_trajectory_with_its_parent_its_order_and_its_cause():
     assert played.metrics["gateway/extended_rows/worker"] == 1
     assert all(node.parent_id is None and node.group_id == f"{result.group_id}/child" for node in children(result))
     assert played.rewards == {"boss": 1.0, "worker": 1.0}
-    seeds = [step.info["seed"] for node in result.walk() for step in node.rollout.steps]
+    seeds = [step.facts.seed for node in result.walk() for step in node.rollout.steps]
     assert len(set(seeds)) == 7
     counts = {name: played.metrics[f"gateway/{name}/worker"] for name in ("calls", "children", "children_failed")}
     assert counts == {"calls": 5, "children": 3, "children_failed": 0}
@@ -477,7 +477,7 @@ def test_retried_attempt_leaves_no_children_behind():
 
     played = play(agent, ["a"], actors=TEAM, arena_options={"retries": 1})
     assert not family(played) and played.rewards == {"boss": 1.0}
-    lost = played.results[0].rollout.meta["lost_tokens"]
+    lost = played.results[0].rollout.facts.lost_tokens
     assert lost == len(played.steps[0].completion_token_ids), "the child said the same"
 
 

@@ -208,4 +208,4 @@ def test_a_dead_end_that_shows_while_sampling_is_an_error_of_its_own(stream, mon
         assert [answer.status_code for answer in answers] == [400 if dead else 200 for dead in (*single, several)]
     trained = [step for step in result.rollout.steps if step.trainable]
     assert len(trained) == len(single) - sum(single)
-    assert all(step.turn == 6 and step.info["lost"] for step in result.rollout.steps if not step.trainable)
+    assert all(step.turn == 6 and step.facts.lost for step in result.rollout.steps if not step.trainable)

@@ -43,10 +43,11 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.model.weights import bit_sum, bit_sums, named_weights
 from turnwise.train.terms.kl import refresh
+from turnwise.train.terms.observations import Observed
 from turnwise.train.terms.registry import terms_of
 from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.train.update.update import update_policy
-from turnwise.types import TrainingBatch
+from turnwise.types import RowColumn, TrainingBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("warm_python")]
 # `done` costs a minute, and a test that reads it nothing: CI runs them all.
@@ -334,9 +335,8 @@ def ruled(rule: str, mesh: Any) -> dict[str, Any]:
     if mesh is not None:
         shard_policies(policies, mesh)
     observed = np.random.default_rng(5).random(len(batch.token_ids)) < 0.2
-    batch = replace(
-        batch, observation_mask=(observed & (batch.loss_mask == 0)).astype(np.uint8), group_index=np.arange(15) // 3
-    )
+    marks = Observed((observed & (batch.loss_mask == 0)).astype(np.uint8))
+    batch = replace(batch, columns={"observation_mask": marks, "group_index": RowColumn(np.arange(15) // 3)})
     rng, metrics = np.random.default_rng(7), []
     for _ in range(2):
         metrics.append(update_policy(policy, batch, UPDATE, RULES[rule], rng))

@@ -7,15 +7,15 @@ from typing import Any
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.chat.grammar import GrammarError, allowed_tokens
-from turnwise.samples.pack import GRAMMAR
 from turnwise.types import ClientCapabilities, Grammar, Sample, capabilities_of
+from turnwise.types.columns import ALLOWED
 
 CONSTRAINED = "constrained"
 """Cause for which a call under a grammar does not train."""
 
 
 class GrammarMasks(Stage):
-    """Sets ``allowed`` of samples with a grammar. Under a trainer that can't take it, they don't train."""
+    """Sets the column ``allowed`` of samples with a grammar. Under a trainer that can't take it, they don't train."""
 
     name = "grammar_masks"
     always = True
@@ -35,13 +35,13 @@ class GrammarMasks(Stage):
         self.unsupported = learner.constrained_unsupported_reason
 
     def prepare(self, arena: Any, sample: Sample) -> str:
-        if GRAMMAR not in sample.info:
+        if sample.facts.grammar is None:
             return ""
         reason = self.unsupported
         if not reason:
             try:
-                tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.info[GRAMMAR])
-                sample.allowed = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
+                tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.facts.grammar)
+                sample.columns[ALLOWED] = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
                 return ""
             except GrammarError as error:
                 reason = str(error)

@@ -69,7 +69,7 @@ class ArenaClient(vf.Client):
         response = dialect.parse_response(dialect.validate_response(raw))
         response.raw = raw
         [choice], [step] = completed.choices, call.steps
-        step.info["trace"] = session_id
+        step.facts.trace = session_id
         if choice.response.trainable:  # the tokens of a response that came as text are only a guess
             response.tokens = vf.TurnTokens(
                 prompt_ids=list(step.prompt_token_ids),

@@ -94,16 +94,16 @@ def rewards_of(episode: vf.Episode, state: EpisodeState) -> dict[str, float]:
     counted = {trace.id: trace for trace in episode.traces if trace.ok and trace.agent.trainable}
     runs: dict[str, dict[str, float]] = {}
     for step in state.trajectory:
-        trace = counted.get(step.info.get("trace", ""))
+        trace = counted.get(step.facts.trace or "")
         if trace is None:
             step.trainable = False
-            step.info["error"] = "its run of the agent failed, was repeated or is not to be trained"
+            step.facts.error = "its run of the agent failed, was repeated or is not to be trained"
         else:
             runs.setdefault(str(step.actor_id), {})[trace.id] = float(trace.reward)
     for step in state.trajectory:
         rewards = runs.get(str(step.actor_id), {})
-        if step.trainable and len(rewards) > 1:
-            step.reward = rewards[step.info["trace"]]
+        if step.trainable and step.facts.trace is not None and len(rewards) > 1:
+            step.reward = rewards[step.facts.trace]
     return {actor: fmean(rewards.values()) for actor, rewards in runs.items()}
 
 

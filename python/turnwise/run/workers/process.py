@@ -17,6 +17,7 @@ from turnwise.run.checks import resolve_config, task_of, tiny_model
 from turnwise.run.parts import ablations_of
 from turnwise.run.workers.attach import differences, episode_settings, versions_here
 from turnwise.train.checkpoint.run_state import seed_generators
+from turnwise.train.config.features import required_options
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import Problems
 from turnwise.train.model.loading import check_models
@@ -56,10 +57,7 @@ class WorkerRun:
 
     def client(self, engines: Engines) -> WorkerClient:
         server, seed = self._config.rollout.server, self._config.seed
-        options: dict[str, Any] = {
-            "attempts": server.retries + 1,
-            "routed_experts": self._config.rollout.routing_replay,
-        }
+        options = {"attempts": server.retries + 1, **required_options(self._config)}
         return WorkerClient(engines, self._tokenizer, self._endpoint, seed, **options)
 
     def arena(self, setup: Setup, client: Any) -> Arena:

@@ -2,28 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from turnwise.utils.registry import problem as problem
+from turnwise.arena import Episode
+from turnwise.types import Actor, CreditAssigner, EpisodeRequest
+from turnwise.utils.values import problem
+
+SERVER_DECIDES = "the server decides this: expected no setting here"
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TaskFacts(Protocol):
+    """What sections ask about a task. Each answer is found when it is first asked for, and may raise ``ValueError``."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def seats(self) -> Sequence[str]:
+        """Actors that play against each other."""
+        ...
+
+    @property
+    def actors(self) -> Sequence[Actor]:
+        """The actors, with the policies that play them."""
+        ...
+
+    @property
+    def parts(self) -> Mapping[str, tuple[Any, TaskFacts]]:
+        """Each of several tasks with its own config, by name; empty for one task."""
+        ...
+
+    @property
+    def credit(self) -> CreditAssigner:
+        """The credit rule."""
+        ...
+
+    @property
+    def episodes(self) -> Mapping[str, Episode]:
+        """The episodes by type, with the tree of the config."""
+        ...
+
+    @property
+    def questions(self) -> Sequence[EpisodeRequest]:
+        """The training questions of a step."""
+        ...
+
+    @property
+    def held_out(self) -> tuple[Sequence[EpisodeRequest], Sequence[EpisodeRequest]]:
+        """The questions of the evaluation and of a validation."""
+        ...
+
+    @property
+    def ablations(self) -> Sequence[Any]:
+        """The sub-teams of ``eval.ablate``."""
+        ...
+
+    @property
+    def demonstrations(self) -> Sequence[Any]:
+        """A demonstration for the warm start."""
+        ...
+
+    @property
+    def decisions(self) -> Sequence[Any] | None:
+        """The decisions of a game that is solved exactly; ``None`` for other tasks."""
+        ...
+
+    def problems(self, questions: Sequence[EpisodeRequest], *, measured: bool = True) -> list[str]:
+        """List the problems that would stop ``questions`` in play."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """What sections ask about the run that they are part of, before a model is loaded.
 
-    ``config`` is the whole config, ``ranks`` the number of processes that train, and ``grammars`` tells whether calls
-    of the task are sampled under grammars.
+    ``config`` is the whole config, and ``ranks`` the number of processes that train. With a ``task`` the config has a
+    policy for every actor. ``trains`` asks also for what would stop the first step, and ``trains_alone`` is True if the
+    loss trains an attempt that credit compares with no other.
     """
 
     config: Any
     ranks: int = 1
-    grammars: bool = False
+    task: TaskFacts | None = None
+    trains: bool = False
+    trains_alone: bool = False
+    within: str = ""
+    """Start of each line about one task of several."""
+
+    @property
+    def each(self) -> list[RunFacts]:
+        """The facts of each task alone, with its own credit rule and rewards."""
+        parts = {} if self.task is None else self.task.parts
+        return [
+            replace(self, config=config, task=task, within=f"config section 'tasks.{name}': ")
+            for name, (config, task) in parts.items()
+        ] or [self]
+
+    @property
+    def credit(self) -> CreditAssigner | None:
+        """The credit rule of one task; ``None`` where it can't be built, which ``[credit]`` tells, or isn't known."""
+        with suppress(ValueError):
+            return None if self.task is None else self.task.credit
+        return None
+
+    @property
+    def episodes(self) -> Mapping[str, Episode]:
+        """The episodes of one task; none where they can't be built, which ``[rollout]`` tells."""
+        with suppress(ValueError):
+            return {} if self.task is None else self.task.episodes
+        return {}
+
+    @property
+    def questions(self) -> Sequence[EpisodeRequest]:
+        """The training questions of a step of one task; none where it has too few, which ``[rollout]`` tells."""
+        with suppress(ValueError):
+            return () if self.task is None else self.task.questions
+        return ()
+
+    @property
+    def server(self) -> Any:
+        """Properties of the Tinker server that trains; ``None`` without one, and without a task."""
+        learner = self.config.learner
+        return learner.server if learner.is_remote and self.task is not None else None
+
+    @property
+    def actors(self) -> Sequence[Actor]:
+        """The actors, with the policies that play them."""
+        return () if self.task is None else self.task.actors
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +211,14 @@ class Section(BaseModel):
         return value
 
 
+def trial(key: str, value: Any, ask: Callable[[], object]) -> Iterator[str]:
+    """Yield a line for ``key`` if ``ask()`` raises ``ValueError``."""
+    try:
+        ask()
+    except ValueError as error:
+        yield problem(key, error, value)
+
+
 def conflicts_of(run: RunFacts) -> list[str]:
     """Return one line for each problem of settings that are valid alone but don't fit together."""
 
@@ -105,8 +227,9 @@ def conflicts_of(run: RunFacts) -> list[str]:
             yield from value.conflicts(run, key)
             for name in type(value).model_fields:
                 yield from below(f"{key}.{name}".removeprefix("."), getattr(value, name))
-        elif isinstance(value, dict):
-            for name, each in value.items():
+        elif isinstance(value, dict | list):
+            named: dict[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
+            for name, each in named.items():
                 yield from below(f"{key}.{name}", each)
 
     return list(dict.fromkeys(below("", run.config)))

@@ -12,6 +12,7 @@ from turnwise.train.callbacks import TrainerView
 from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.model.policy import Policy
 from turnwise.types import TrainingBatch
+from turnwise.types.columns import TOKEN_ADVANTAGES
 
 PATIENCE = 5
 """Steps in a row without a training sample, or with nearly all completions cut off, until an actor is reported."""
@@ -146,7 +147,7 @@ class Watch:
 
     def _advantages(self, batch: TrainingBatch, trained: int) -> None:
         """Check that some of the samples that train have an advantage, as other terms of the loss train them too."""
-        if trained and not batch.advantages.any() and batch.token_advantages is None:
+        if trained and not batch.advantages.any() and TOKEN_ADVANTAGES not in batch.columns:
             parts = ((name.partition("without_advantage/")[2], int(count)) for name, count in batch.metrics.items())
             counts = Counter({cause: count for cause, count in parts if cause})
             main = next(iter(counts.most_common(1)), ("", 0))[0]

@@ -23,7 +23,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.learner import RunShares, Show, T, Updated, Weights
 from turnwise.train.model.policy import Policy, fingerprints
 from turnwise.train.terms.kl import reference_logprobs, refresh, refresh_problem
-from turnwise.train.terms.registry import attach_terms
+from turnwise.train.terms.registry import attach_terms, check_columns
 from turnwise.train.update.update import skip_draws, update_policy
 from turnwise.types import TrainingBatch
 
@@ -49,11 +49,7 @@ class LocalLearner:
     def update(
         self, batch: TrainingBatch, phase: Collection[str], shares: RunShares, rng: np.random.Generator, show: Show
     ) -> Updated:
-        if self.config.rollout.routing_replay and len(batch) and batch.routed_experts is None:
-            raise ConfigError(
-                "config key 'rollout.routing_replay' = true: the client returned no experts: make it with "
-                "routed_experts=True"
-            )
+        check_columns(self.config, batch)
         undo = Undo(self.trained)
         before = fingerprints(self.trained)
         metrics: dict[str, dict[str, float]] = {}

@@ -23,7 +23,6 @@ from turnwise.inference.common.hf_model import (
     token_rows,
     without_recomputing,
 )
-from turnwise.inference.common.routed_experts import Routers, watch_routers
 from turnwise.inference.weights.lora import activated
 from turnwise.train.model.head import (
     ENTROPIES,
@@ -79,7 +78,6 @@ class Forward:
         self.fused = self.packed = self.trims = False
         self.trie_share = 0.0
         self._bytes_per_token: float | None = None
-        self._routers: Routers | None = None
         lm, wanted = self.lm, LAYOUTS[layout]
         self._rope_limit = rope_limit(lm.config)
         if lm.get_input_embeddings().weight.is_meta:
@@ -117,17 +115,6 @@ class Forward:
             setattr(self, name, value)
         if self.lm.config._attn_implementation != attention:
             self.lm.set_attn_implementation(attention)
-
-    def routers(self) -> Routers:
-        """Find the model's routers, so that a pass can replay recorded experts.
-
-        Raises ``ValueError`` for a dense model, and for a mixture of experts whose routers are of no known kind.
-        """
-        if self._routers is None:
-            self._routers = watch_routers(self.lm)
-        if self._routers is None:
-            raise ValueError(f"{type(self.lm).__name__} is dense: expected a mixture of experts, to replay its experts")
-        return self._routers
 
     def bytes_per_token(self) -> float:
         """Return the bytes of activations that a pass keeps for its backward pass, per token.
@@ -194,12 +181,11 @@ class Forward:
                 f"a row of {max(micro.lengths)} tokens: {type(self.lm).__name__} changes the frequencies of its "
                 f"LongRoPE beyond {self._rope_limit}; expected no longer rows"
             )
-        if micro.experts_TLK is not None:
-            self.routers().check(micro.experts_TLK, "routed_experts of the batch")
+        columns = tuple(micro.columns.values())
         if self.packed:
             others = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
             shared = micro.tree is not None
-            inputs = ModelInputs(micro.token_ids_T[None], others, micro.source_N, shared, micro.experts_TLK)
+            inputs = ModelInputs(micro.token_ids_T[None], others, micro.source_N, shared, columns)
             yield self._run(inputs), slice(None)
             return
         assert micro.tree is None, "a model that needs padded rows got a trie"
@@ -207,18 +193,18 @@ class Forward:
             block = pad(micro, group)
             at = block.row * block.input_ids.shape[1] + block.column
             mask = {"attention_mask": block.attention_mask}
-            yield self._run(ModelInputs(block.input_ids, mask, at, experts=block.experts)), block.token
+            padded = tuple(column.padded(block.place) for column in columns)
+            yield self._run(ModelInputs(block.input_ids, mask, at, columns=padded)), block.token
 
     def _run(self, inputs: ModelInputs) -> Head:
         return from_hidden(self.lm, inputs, trims=self.trims) if self.fused else from_logits(self.lm, inputs)
 
     def _read(self, head: Head, micro: MicroBatch, tokens: Any, needs: Needs) -> Read:
         """Read ``tokens``, indices among those of ``micro``."""
-        temperature_n = micro.temperatures_B[micro.row_N[tokens]]
-        if micro.observed_N is not None:  # which no policy sampled
-            temperature_n = torch.where(micro.observed_N[tokens], 1.0, temperature_n)
-        temperature_n = torch.where(temperature_n > 0, temperature_n, 1.0)
-        index_n = None if micro.mask_index_N is None else micro.mask_index_N[tokens]
-        others = None if needs.others_Nk is None else needs.others_Nk[tokens]
-        needs = replace(needs, others_Nk=others)
-        return read_tokens(head, micro.targets_N[tokens], temperature_n, micro.masks_UW, index_n, needs)
+        masks_UW = index_n = None
+        if micro.allowed is not None:
+            masks_UW, index_n = micro.allowed.masks, micro.allowed.mask_index[tokens]
+        if needs.others_Nk is not None:
+            needs = replace(needs, others_Nk=needs.others_Nk[tokens])
+        temperature_n = micro.temperatures_N[tokens]
+        return read_tokens(head, micro.targets_N[tokens], temperature_n, masks_UW, index_n, needs)

@@ -8,8 +8,8 @@ A head reads the last hidden states (:func:`from_hidden`), or the logits of a mo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from turnwise.inference.common.hf_model import last_mlp_at, recomputes, token_rows, vocabulary_size
-from turnwise.inference.common.routed_experts import replaying
 from turnwise.inference.common.token_masks import unpack_masks
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.model.support import softcap_of
+from turnwise.types import Column
 
 MAX_LOGITS = 1 << 24
 """Logits that a chunk of tokens may have at a time: 64 MiB in float32."""
@@ -85,13 +85,13 @@ class Read(NamedTuple):
 
 class ModelInputs(NamedTuple):
     """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are the positions to read, of
-    ``b * T``; in a trie siblings read the same ones (``repeated``). ``experts [b * T, L, K]`` are replayed."""
+    ``b * T``; in a trie siblings read the same ones (``repeated``). ``columns`` watch the pass."""
 
     input_ids: Tensor
     others: dict[str, Any]
     at: Tensor
     repeated: bool = False
-    experts: Tensor | None = None
+    columns: tuple[Column, ...] = ()
 
 
 class Head(NamedTuple):
@@ -190,10 +190,7 @@ def from_hidden(lm: Any, inputs: ModelInputs, *, trims: bool) -> Head:
     decoder, head_layer = lm.get_decoder(), lm.get_output_embeddings()
     # Gradient checkpointing repeats the layers in the backward pass, outside of this block.
     last = inputs.at.unique() if trims and not recomputes(lm) else None
-    with (
-        nullcontext() if last is None else last_mlp_at(decoder, last),
-        nullcontext() if inputs.experts is None else replaying(inputs.experts, last),
-    ):
+    with nullcontext() if last is None else last_mlp_at(decoder, last), watched(lm, inputs.columns, last):
         output = decoder(input_ids=inputs.input_ids, use_cache=False, **inputs.others)
     hidden = output.last_hidden_state.flatten(0, 1)
 
@@ -227,6 +224,15 @@ def from_hidden(lm: Any, inputs: ModelInputs, *, trims: bool) -> Head:
     return Head(read, logits, logits_of, lambda: hidden[inputs.at], vocabulary_size(lm))
 
 
+@contextmanager
+def watched(lm: Any, columns: Sequence[Column], last: Tensor | None = None) -> Iterator[None]:
+    """Let ``columns`` watch the pass of the block."""
+    with ExitStack() as stack:
+        for column in columns:
+            stack.enter_context(column.during(lm, last))
+        yield
+
+
 def from_logits(lm: Any, inputs: ModelInputs) -> Head:
     """Run the model, and return a head that reads logits; it computes only the needed ones if the model has
     ``logits_to_keep``."""
@@ -236,7 +242,7 @@ def from_logits(lm: Any, inputs: ModelInputs) -> Head:
     outputs: list[Any] = []
     hook = lm.get_decoder().register_forward_hook(lambda module, given, output: outputs.append(output))
     try:
-        with nullcontext() if inputs.experts is None else replaying(inputs.experts):
+        with watched(lm, inputs.columns):
             output = lm(input_ids=inputs.input_ids, use_cache=False, **others)
     finally:
         hook.remove()

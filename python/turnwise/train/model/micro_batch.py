@@ -5,9 +5,9 @@ The cut into micro-batches never changes the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from turnwise.inference.common.routed_experts import NO_RECORD
 from turnwise.train.model.prefix_tree import PrefixTree, ranges
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask
-from turnwise.types import TrainingBatch
+from turnwise.types import AllowedTokens, Column, TokenColumn, TrainingBatch
+from turnwise.types.columns import ALLOWED, TOKEN_ADVANTAGES, Places, Stream
 from turnwise.utils.memory import is_out_of_memory
 
 T = TypeVar("T")
@@ -35,11 +35,8 @@ class MicroBatch:
     For each of the ``N`` packed completion tokens, ``source_N`` is the stream's position of the token before it, whose
     hidden state predicts it. ``row_N`` is its row here, ``token_N`` its place in the batch's own stream.
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
-    temperatures_B, actor_ids_B`` are per row. If some were sampled under a grammar, ``mask_index_N`` (int64) is the row
-    of each token in ``masks_UW``, -1 for those that weren't (:class:`~turnwise.types.AllowedTokens`).
-    ``token_advantages_N`` are added to the rows' advantages, if there are any. ``experts_TLK`` (int16) are the experts
-    to which the stream's tokens are routed, -1 for a token that the model routes itself. If the batch has its observed
-    tokens marked, these are among the ``N`` too: ``mask_N`` is 0 there, and ``observed_N`` True.
+    temperatures_B, actor_ids_B`` are per row. ``columns`` are those of the batch, each cut and laid out by its kind
+    (:class:`~turnwise.types.Column`). Tokens that a column reads too are among the ``N``; ``mask_N`` is 0 there.
     """
 
     token_ids_T: Tensor
@@ -56,52 +53,57 @@ class MicroBatch:
     advantages_B: Tensor
     temperatures_B: Tensor
     actor_ids_B: Tensor
-    mask_index_N: Tensor | None = None
-    masks_UW: Tensor | None = None
-    token_advantages_N: Tensor | None = None
-    experts_TLK: Tensor | None = None
-    routing: RoutingCounts | None = None
-    observed_N: Tensor | None = None
+    columns: Mapping[str, Column] = field(default_factory=dict)
 
     @property
     def advantages_N(self) -> Tensor:
         """Advantage of each token: its row's, and its own if it has one."""
-        of_rows_N = self.advantages_B[self.row_N]
-        return of_rows_N if self.token_advantages_N is None else of_rows_N + self.token_advantages_N
+        own, of_rows_N = self.columns.get(TOKEN_ADVANTAGES), self.advantages_B[self.row_N]
+        return of_rows_N + own.values if isinstance(own, TokenColumn) else of_rows_N
+
+    @property
+    def temperatures_N(self) -> Tensor:
+        """Temperature of each token: its row's, or 1 if that is 0, unless a column changes it."""
+        temperature_N = self.temperatures_B[self.row_N]
+        for column in self.columns.values():
+            temperature_N = column.temperatures(temperature_N)
+        return torch.where(temperature_N > 0, temperature_N, 1.0)
+
+    @property
+    def allowed(self) -> AllowedTokens | None:
+        """The tokens that grammars allowed at each of the ``N``; ``None`` without any grammar."""
+        allowed = self.columns.get(ALLOWED)
+        assert allowed is None or isinstance(allowed, AllowedTokens)
+        return allowed
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that pass through the model; tokens that rows share count once."""
         return self.token_ids_T.numel()
 
-    def without_experts(self) -> MicroBatch:
+    def for_another_model(self) -> MicroBatch:
         """Return the micro-batch for a pass of another model than the one that sampled its rows."""
-        return self if self.experts_TLK is None else replace(self, experts_TLK=None)
+        return replace(self, columns={name: each for name, each in self.columns.items() if not each.of_sampler})
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on ``device``, or itself if it is already there."""
         if self.token_ids_T.device == device:
             return self
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: x.to(device, non_blocking=True) for name, x in values.items() if isinstance(x, Tensor)}
-        return MicroBatch(**values | moved)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
 
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
 
-class RoutingCounts(NamedTuple):
-    """Counts over the rows of a micro-batch, without each row's last token, whose experts nothing reads."""
-
-    tokens: int
-    recorded: int
-    """Tokens with recorded experts."""
-    conflicts: int
-    """Recorded tokens of a shared prefix that another row routes otherwise; the first row counts."""
+        moved: dict[str, Any] = {name: move(x) for name, x in values.items() if isinstance(x, Tensor)}
+        columns = {name: column.mapped(move) for name, column in self.columns.items()}
+        return replace(self, **moved, columns=columns)
 
 
 class PaddedRows(NamedTuple):
     """Rows of a micro-batch padded on the right: ``input_ids [b, T]`` and ``attention_mask [b, T]``, both int64.
 
     ``token [n]`` are the indices of these rows' tokens among the packed completion tokens. The logits that predict them
-    are at ``(row, column)``, ``[n]`` each. ``experts [b * T, L, K]`` are those of the positions, if they are recorded.
+    are at ``(row, column)``, ``[n]`` each. ``place [b * T]`` are the positions in the stream, -1 for padding.
     """
 
     input_ids: Tensor
@@ -109,7 +111,7 @@ class PaddedRows(NamedTuple):
     token: Tensor
     row: Tensor
     column: Tensor
-    experts: Tensor | None
+    place: Tensor
 
 
 def minibatches(batch: TrainingBatch, rows: np.ndarray, count: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -205,9 +207,9 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
     # Completion tokens of each row: their first position, their count, and their places in the batch's stream.
     starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
     lengths = ends - starts
-    read, observed = batch.loss_mask, batch.observation_mask
-    if observed is not None:
-        read = read | observed
+    read = batch.loss_mask
+    for column in batch.columns.values():
+        read = column.read(read)
     first = [max(1, _first_set(read[start:end])) for start, end in zip(starts, ends, strict=True)]
     firsts = np.minimum(np.array(first, dtype=np.int64), lengths)
     counts = lengths - firsts
@@ -218,14 +220,17 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         tree, token_ids, position_ids = trie.tree(), trie.token_ids, trie.position_ids
         source = trie.places(np.maximum(firsts - 1, 0), counts)
     else:
-        begins = np.cumsum(lengths) - lengths
         token_ids = torch.from_numpy(batch.token_ids[ranges(starts, lengths)])
         position_ids = torch.from_numpy(ranges(np.zeros_like(lengths), lengths))
-        source = torch.from_numpy(ranges(begins + firsts - 1, counts))
-    allowed = batch.allowed
-    if allowed is not None and (allowed.mask_index[where] < 0).all():
-        allowed = None
-    experts, routing = _experts(batch, rows, lengths, trie, len(token_ids))
+        source = torch.from_numpy(ranges(np.cumsum(lengths) - lengths + firsts - 1, counts))
+
+    def places(counts: np.ndarray) -> np.ndarray:
+        if trie is None:
+            return ranges(np.cumsum(lengths) - lengths, counts)
+        return trie.places(np.zeros_like(counts), counts).numpy()
+
+    stream, chosen = Stream(lengths, len(token_ids), places), Places(rows, where)
+    columns = {name: column.select(chosen).lay_out(stream) for name, column in batch.columns.items()}
     return MicroBatch(
         token_ids_T=token_ids,
         position_ids_T=position_ids,
@@ -241,42 +246,8 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         advantages_B=torch.from_numpy(batch.advantages[rows]),
         temperatures_B=torch.from_numpy(batch.temperatures[rows]),
         actor_ids_B=torch.from_numpy(batch.actor_index[rows]),
-        mask_index_N=None if allowed is None else torch.from_numpy(allowed.mask_index[where]),
-        masks_UW=None if allowed is None else torch.from_numpy(allowed.masks),
-        token_advantages_N=(
-            None if batch.token_advantages is None else torch.from_numpy(batch.token_advantages[where])
-        ),
-        experts_TLK=experts,
-        routing=routing,
-        observed_N=None if observed is None else torch.from_numpy(observed[where] != 0),
+        columns={name: each.mapped(torch.from_numpy) for name, each in columns.items() if each is not None},
     )
-
-
-def _experts(
-    batch: TrainingBatch, rows: np.ndarray, lengths: np.ndarray, trie: PrefixTree | None, total: int
-) -> tuple[Tensor | None, RoutingCounts | None]:
-    """Return the experts of a stream of ``total`` tokens and their counts; ``None`` if none are recorded.
-
-    Where rows share a prefix, the first one's count. Raises ``ValueError`` for rows of different models.
-    """
-    if batch.routed_experts is None:
-        return None, None
-    given = [batch.routed_experts[row] for row in rows]
-    counts = np.where([each is not None for each in given], np.maximum(lengths - 1, 0), 0)
-    recorded = [each.ids for each in given if each is not None]
-    if not recorded:
-        return None, RoutingCounts(int((lengths - 1).sum()), 0, 0)
-    if len(shapes := {ids.shape[1:] for ids in recorded}) > 1:
-        raise ValueError(f"routed_experts of shapes [tokens, layers, experts] {sorted(shapes)}: expected one model's")
-    if trie is None:
-        places = ranges(np.cumsum(lengths) - lengths, counts)
-    else:
-        places = trie.places(np.zeros_like(counts), counts).numpy()
-    ids = np.concatenate(recorded).astype(np.int16)
-    experts = np.full((total, *ids.shape[1:]), NO_RECORD, dtype=np.int16)
-    experts[places[::-1]] = ids[::-1]  # of repeated places the last one is kept, which is the first row's
-    conflicts = (np.sort(experts[places]) != np.sort(ids)).any(axis=(1, 2)).sum()
-    return torch.from_numpy(experts), RoutingCounts(int((lengths - 1).sum()), len(ids), int(conflicts))
 
 
 def trial(vocabulary: int, length: int, device: torch.device) -> MicroBatch:
@@ -343,19 +314,14 @@ def pad(micro: MicroBatch, rows: Sequence[int]) -> PaddedRows:
     sources = micro.source_N.split(torch.diff(micro.cu_seqlens).tolist())
     firsts = micro.cu_seqlens.tolist()
     ids = [streams[i] for i in rows]
-    experts = None
-    if micro.experts_TLK is not None:
-        of_rows = micro.experts_TLK.split(micro.lengths)
-        chosen = [of_rows[i] for i in rows]
-        padded = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=NO_RECORD)
-        experts = padded.flatten(0, 1)
+    places = [torch.arange(starts[i], starts[i + 1]) for i in rows]
     return PaddedRows(
         input_ids=torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
         attention_mask=torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
         token=torch.cat([torch.arange(firsts[i], firsts[i + 1]) for i in rows]),
         row=torch.cat([torch.full_like(sources[i], row) for row, i in enumerate(rows)]),
         column=torch.cat([sources[i] - int(starts[i]) for i in rows]),
-        experts=experts,
+        place=torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1).flatten(),
     )
 
 

@@ -10,22 +10,52 @@ is 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.arena.stages.stage import Stage
 from turnwise.ops import optimal_token_baseline
-from turnwise.train.config.base import RunFacts, problem
-from turnwise.train.config.optimization import LossConfig
+from turnwise.train.config.base import RunFacts, Section
 from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
 from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
-from turnwise.types import TrainingBatch
+from turnwise.types import GenerateResult, GroupedCredit, RowColumn, Sample, TrainingBatch
+from turnwise.utils.values import problem
+
+GROUPS = "group_index"
+
+
+class BaselineSettings(Section):
+    """The choice of the baseline."""
+
+    baseline: Literal["credit", "optimal_token"] = "credit"
+    """Baseline of the advantages: the credit rule's, or one per token that minimises the gradient's variance."""
+
+
+class GroupIndex(Stage):
+    """Numbers the groups in which the credit rule compares samples. Without a rule there is no column.
+
+    A rule without groups compares an actor's calls of the same turn at one question.
+    """
+
+    name = GROUPS
+
+    def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
+        credit = arena.credit
+        numbers: dict[Hashable, int] = {}
+        for sample in samples if credit is not None else ():
+            key: Hashable = (sample.group_id, sample.episode_type, sample.actor, sample.turn)
+            if isinstance(credit, GroupedCredit):
+                key = credit.key_of(sample)
+            sample.columns[GROUPS] = RowColumn(numbers.setdefault(key, len(numbers)))
+        return {}
 
 
 class OptimalTokenBaseline(Term):
@@ -33,10 +63,15 @@ class OptimalTokenBaseline(Term):
 
     name = "baseline"
     effect = "replaces"
-    columns = ("group_index",)
+    settings = MappingProxyType({"loss": BaselineSettings})
 
-    def is_on(self, config: LossConfig) -> bool:
-        return config.baseline == "optimal_token"
+    def is_on(self, config: Any) -> bool:
+        on: bool = config.baseline == "optimal_token"
+        return on
+
+    def stages(self, config: Any, learner: Any) -> Iterator[Stage]:
+        if self.is_on(config):
+            yield GroupIndex()
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         loss = run.config.loss
@@ -44,22 +79,26 @@ class OptimalTokenBaseline(Term):
             why = "expected 'credit' with loss.critic, whose values are the baseline"
             yield problem("loss.baseline", why, loss.baseline)
 
-    def needing_rewards(self, config: LossConfig) -> Iterator[str]:
+    def needing_rewards(self, config: Any) -> Iterator[str]:
         if self.is_on(config):
             yield "loss.baseline"
 
-    def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
+    def unserved(self, config: Any) -> Iterator[tuple[str, Any, str]]:
         if self.is_on(config):
             yield "loss.baseline", config.baseline, "the server has no probabilities of all tokens: expected 'credit'"
 
-    def beside_advantage(self, config: LossConfig) -> list[str]:
+    def beside_advantage(self, config: Any) -> list[str]:
         return ["loss.baseline"] if self.is_on(config) else []
 
     @torch.no_grad()
     def prepare(self, policy: Policy, batch: TrainingBatch, rows: np.ndarray, max_tokens: int | str) -> TrainingBatch:
         """Return ``batch`` with advantages per token for ``rows``. Raises ``ValueError`` for a batch without groups."""
-        if batch.group_index is None:
-            raise ValueError("batch.group_index=None: expected the groups of a credit rule with loss.baseline")
+        groups = batch.columns.get(GROUPS)
+        if not isinstance(groups, RowColumn):
+            raise ValueError(
+                f"batch.columns has no {GROUPS!r}: expected the groups of a credit rule with loss.baseline: call "
+                "arena.add_stage(GroupIndex())"
+            )
         self._mean = 0.0
         if not len(rows):
             return batch
@@ -78,7 +117,7 @@ class OptimalTokenBaseline(Term):
             at_last_token(whole.advantages_B, whole.row_N, whole.mask_N != 0),
             logprobs_N,
             squares_N,
-            torch.from_numpy(batch.group_index[rows]),
+            torch.from_numpy(groups.values[rows]),
             mask=whole.mask_N,
             cu_seqlens=whole.cu_seqlens,
         )

@@ -6,20 +6,86 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
 
-from turnwise.train.config.optimization import LossConfig
+from turnwise.arena.stages.stage import Stage
+from turnwise.train.config.base import Section
 from turnwise.train.model.head import Read
+from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Added, Part, Term
-from turnwise.types import TrainingBatch
+from turnwise.types import GenerateResult, Sample, TokenColumn, TrainingBatch
+from turnwise.types.columns import Stream
 
 MEAN, COUNT = "loss_observations", "observation_tokens"
 """Metrics: the mean cross entropy of the observed tokens, in nats, and their number."""
+
+NAME = "observation_mask"
+
+
+class ObservationSettings(Section):
+    """The coefficient of the term."""
+
+    observation_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the cross entropy of what came back after an actor's answers (https://arxiv.org/abs/2605.24517)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Observed(TokenColumn):
+    """Marks the observed tokens with 1, which are read too. No policy sampled them, so their temperature is 1."""
+
+    def read(self, mask: np.ndarray) -> np.ndarray:
+        read: np.ndarray = mask | self.values
+        return read
+
+    def lay_out(self, stream: Stream) -> Observed:
+        return replace(self, values=self.values != 0)
+
+    def temperatures(self, temperature_N: Tensor) -> Tensor:
+        return torch.where(self.values, 1.0, temperature_N)
+
+
+class ObservationMarks(Stage):
+    """Marks the tokens of each prompt after the actor's previous answer in the same chat.
+
+    The actor's earlier call in the rollout whose chat has one answer less precedes a prompt that begins with all tokens
+    of the call's prompt and answer. What follows was written by the environment, tools, other actors and the chat
+    template. A first call has observed nothing, and neither has one whose chat was shortened, or rendered again with
+    other tokens. The metric ``observations/unmatched/<actor>`` is the share of calls for which a chat with one answer
+    less exists, but not with these tokens.
+    """
+
+    name = "observation_marks"
+
+    def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
+        calls: dict[tuple[str, str, int], list[list[int]]] = {}
+        answers: dict[tuple[str, int], int] = {}
+        for rollout in (node.rollout for top in results for node in top.walk()):
+            for index, step in enumerate(rollout.steps):
+                count = sum(message["role"] == "assistant" for message in step.prompt)
+                answers[rollout.id, index] = count
+                if step.actor_id is not None and step.completion_token_ids:
+                    whole = [*step.prompt_token_ids, *step.completion_token_ids]
+                    calls.setdefault((rollout.id, step.actor_id, count), []).append(whole)
+        unmatched: dict[str, list[bool]] = {}
+        for sample in samples:
+            prompt, count = list(sample.prompt_token_ids), answers[sample.rollout_id, sample.step_index]
+            earlier = calls.get((sample.rollout_id, sample.actor, count - 1), [])
+            starts = [len(call) for call in earlier if prompt[: len(call)] == call]
+            mask = np.zeros(len(prompt) + len(sample.completion_token_ids), dtype=np.uint8)
+            mask[max(starts, default=len(prompt)) : len(prompt)] = 1
+            sample.columns[NAME] = Observed(mask)
+            if earlier:
+                unmatched.setdefault(sample.actor, []).append(not starts)
+        return {f"observations/unmatched/{actor}": sum(each) / len(each) for actor, each in unmatched.items()}
 
 
 class Observations(Term):
@@ -27,14 +93,18 @@ class Observations(Term):
 
     name = "observations"
     after = ("policy_loss",)
-    columns = ("observation_mask",)
+    settings = MappingProxyType({"loss": ObservationSettings})
     weights = MappingProxyType({MEAN: COUNT})
     trains_alone = True
 
-    def is_on(self, config: LossConfig) -> bool:
-        return config.observation_coef > 0
+    def is_on(self, config: Any) -> bool:
+        return bool(config.observation_coef)
 
-    def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
+    def stages(self, config: Any, learner: Any) -> Iterator[Stage]:
+        if self.is_on(config):
+            yield ObservationMarks()
+
+    def unserved(self, config: Any) -> Iterator[tuple[str, Any, str]]:
         if config.observation_coef:
             yield (
                 "loss.observation_coef",
@@ -42,30 +112,36 @@ class Observations(Term):
                 "its losses have no cross entropy of prompts: expected 0",
             )
 
-    def beside_advantage(self, config: LossConfig) -> list[str]:
+    def beside_advantage(self, config: Any) -> list[str]:
         return ["loss.observation_coef"] if config.observation_coef else []
 
     def prepare(self, policy: Policy, batch: TrainingBatch, rows: np.ndarray, max_tokens: int | str) -> TrainingBatch:
         """Raise ``ValueError`` if the observed tokens are not marked. Warn if ``rows`` have none."""
-        if batch.observation_mask is None:
+        marks = batch.columns.get(NAME)
+        if not isinstance(marks, Observed):
             raise ValueError(
-                "batch.observation_mask=None: expected marked observations with loss.observation_coef: set "
-                "arena.marks_observations = True"
+                f"batch.columns has no {NAME!r}: expected marked observations with loss.observation_coef: call "
+                "arena.add_stage(ObservationMarks())"
             )
-        sums = np.concatenate([[0], batch.observation_mask.cumsum(dtype=np.int64)])[batch.cu_seqlens]
+        sums = np.concatenate([[0], marks.values.cumsum(dtype=np.int64)])[batch.cu_seqlens]
         if not np.diff(sums)[rows].any():
             text = "no chat of this batch goes on after an answer with the same tokens, so there is nothing to predict"
             warnings.warn(f"loss.observation_coef, policy {policy.name!r}: {text}", RuntimeWarning, stacklevel=4)
         return batch
 
     def minibatch(self, policy: Policy | None, parts: list[Part]) -> None:
-        observed = [part.micro.observed_N for part in parts]
-        self.count = sum(int(tokens.sum()) for tokens in observed if tokens is not None)
+        self.count = sum(int(observed_N(part.micro).sum()) for part in parts)
 
-    def loss(self, read: Read, part: Part) -> Added | None:
-        if part.micro.observed_N is None:
-            return None
-        losses_n = -read.logprobs_N[part.micro.observed_N]
+    def loss(self, read: Read, part: Part) -> Added:
+        losses_n = -read.logprobs_N[observed_N(part.micro)]
         total, count = losses_n.sum(), len(losses_n)
         mean, number = total.detach() / max(1, count), total.new_tensor(float(count)).detach()
         return Added(self.config.observation_coef * total / max(1, self.count), {MEAN: mean, COUNT: number})
+
+
+def observed_N(micro: MicroBatch) -> Tensor:
+    """Return the mask ``[N]`` bool of the observed tokens."""
+    column = micro.columns[NAME]
+    assert isinstance(column, Observed)
+    observed: Tensor = column.values
+    return observed

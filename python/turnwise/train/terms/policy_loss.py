@@ -12,13 +12,15 @@ from turnwise.ops import ImportanceCorrection, PolicyLoss, loss_normalizer, poli
 from turnwise.ops.common.layout import RowLayout
 from turnwise.ops.loss.reference import correction_weights
 from turnwise.ops.loss.variants import LOG_RATIO_BOUND
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.train.config.base import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.loss_types import make_variant
 from turnwise.train.terms.term import Part, Term
+from turnwise.types.columns import TOKEN_ADVANTAGES
+from turnwise.utils.values import problem
 
 ESS, MEAN, SQUARE = "ess", "importance_weight", "importance_weight_square"
 """Metrics: the effective sample size, as a share of the tokens; the mean importance weight of a token, and that of its
@@ -109,7 +111,7 @@ class PolicyLossTerm(Term):
         The op also gets the sampler's log-probs unless they are the old ones themselves.
         """
         micro, old_N = part.micro, part.old_logprobs_N
-        advantages = micro.advantages_B if micro.token_advantages_N is None else micro.advantages_N
+        advantages = micro.advantages_N if TOKEN_ADVANTAGES in micro.columns else micro.advantages_B
         out = policy_loss(
             read.logprobs_N,
             old_N,

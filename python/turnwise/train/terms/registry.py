@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
-from importlib import import_module
 from operator import or_
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from turnwise.arena.stages.stage import Stage
+from turnwise.inference.weights.lora import activated
 from turnwise.ops import PolicyLoss, policy_loss
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.train.config.base import RunFacts
+from turnwise.train.config.features import FEATURES, required, term_classes
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.policy import Policy
+from turnwise.train.model.support import causal_lm
 from turnwise.train.terms.term import Part, Term
-from turnwise.types import Actor, TrainingBatch
+from turnwise.types import TrainingBatch
+from turnwise.utils.values import problem
 
 TERMS = (
     "masks:Masks",
@@ -29,20 +33,17 @@ TERMS = (
     "policy_loss:PolicyLossTerm",
     "entropy:EntropyBonus",
     "teaching:TeacherKL",
-    "observations:Observations",
     "critic:Critic",
-    "baseline:OptimalTokenBaseline",
+    *FEATURES,
 )
-"""The terms in their order: modules of this room and their classes. This line is all that registers one."""
+"""The terms in their order: modules of this room and their classes. A line is all that registers one. A term with
+settings of its own has it in :data:`turnwise.train.config.features.FEATURES`."""
 
 
 @cache
 def classes(terms: tuple[str, ...]) -> tuple[type[Term], ...]:
     """Import the classes of a list. Raises ``ValueError`` if two have one name, or for an order that one forbids."""
-    found: list[type[Term]] = []
-    for entry in terms:
-        module, _, name = entry.partition(":")
-        found.append(getattr(import_module(f"turnwise.train.terms.{module}"), name))
+    found: tuple[type[Term], ...] = term_classes(terms)
     places = {term.name: place for place, term in enumerate(found)}
     if len(places) < len(found):
         raise ValueError(f"TERMS={terms}: expected one name for each, got {[term.name for term in found]}")
@@ -51,7 +52,7 @@ def classes(terms: tuple[str, ...]) -> tuple[type[Term], ...]:
         wrong += [other for other in term.before if places.get(other, place) < place]
         if wrong:
             raise ValueError(f"TERMS={terms}: expected {term.name!r} on the other side of {wrong}. Change their order")
-    return tuple(found)
+    return found
 
 
 class Terms:
@@ -178,29 +179,40 @@ def terms_on(config: LossConfig) -> list[Term]:
     return [term for term in Terms().all.values() if term.is_on(config)]
 
 
-def columns_of(config: LossConfig) -> set[str]:
-    """Return the columns of a batch that the terms of ``config`` need."""
-    return {column for term in terms_on(config) for column in term.columns}
+def check_columns(config: TrainConfig, batch: TrainingBatch) -> None:
+    """Raise :class:`ConfigError` for a batch without a column that the client must return."""
+    for name, key in required(config).items():
+        if len(batch) and name not in batch.columns:
+            raise ConfigError(f"config key {key!r} = true: the client returned no {name}: make it with {name}=True")
+
+
+def check_term_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
+    """Raise :class:`ConfigError` for a model that trains and that a term of ``config`` can't take."""
+    trained = [name for name in models if name in config.policies and config.policies[name].trainable]
+    terms, lms = Terms().all.values(), {name: causal_lm(activated(models[name])) for name in trained}
+    if lines := [line for term in terms for name, lm in lms.items() for line in term.model_problems(config, name, lm)]:
+        raise ConfigError("\n".join(lines))
 
 
 def loss_problems(run: RunFacts) -> list[str]:
     """Return the problems of the terms' settings, one line each. It tries the loss on two rows of two tokens."""
-    problems = [line for term in Terms().all.values() for line in term.problems(run)]
-    return problems + check_loss(run.config.loss)
+    loss, terms = run.config.loss, Terms().all.values()
+    problems = [line for term in terms for line in term.problems(run)]
+    if run.server is not None:
+        problems += [problem(key, why, value) for term in terms for key, value, why in term.unserved(loss)]
+    return [*problems, *check_loss(loss), *_unrewarded(run)]
 
 
-def unrewarded_problems(config: TrainConfig, actors: Sequence[Actor]) -> list[str]:
-    """Return one line for each setting without effect, if every actor that trains learns from its teacher alone."""
-    trained = [
-        actor.id for actor in actors if actor.policy in config.policies and config.policies[actor.policy].trainable
-    ]
-    if config.distill.add_to_reward or not trained or not config.teachers().keys() >= set(trained):
-        return []
-    why = (
-        "has no effect, as all actors that train learn from their teachers alone: expected distill.add_to_reward = true"
-    )
-    keys = [key for term in Terms().all.values() for key in term.needing_rewards(config.loss)]
-    return [problem(key, f"{why}, or no setting here") for key in keys]
+def _unrewarded(run: RunFacts) -> Iterator[str]:
+    """Yield a line for each setting without effect, if every actor that trains learns from its teacher alone."""
+    config = run.config
+    trainable = {name for name, policy in config.policies.items() if policy.trainable}
+    trained = {actor.id for actor in run.actors if actor.policy in trainable}
+    if config.distill.add_to_reward or not trained or not config.teachers().keys() >= trained:
+        return
+    why = "has no effect, as all actors that train learn from their teachers alone: expected distill.add_to_reward ="
+    for key in [key for term in Terms().all.values() for key in term.needing_rewards(config.loss)]:
+        yield problem(key, f"{why} true, or no setting here")
 
 
 def check_loss(config: LossConfig) -> list[str]:

@@ -78,7 +78,7 @@ class TeacherKL(Term):
         ids_Nk = torch.zeros(len(micro.targets_N), top_k, dtype=torch.int64, device=micro.targets_N.device)
         self._top_Nk = torch.zeros(ids_Nk.shape, device=ids_Nk.device)
         self._taught_N = torch.zeros(len(ids_Nk), dtype=torch.bool, device=ids_Nk.device)
-        free_N = True if micro.mask_index_N is None else micro.mask_index_N < 0
+        free_N = True if micro.allowed is None else micro.allowed.mask_index < 0
         likely = Needs(logprobs=False, top_k=top_k, rows=policy.forward.rows)
         for teacher in {id(each): each for each in teachers.values()}.values():
             pupils = [index for index, name in enumerate(self.actors) if teachers.get(name) is teacher]
@@ -86,7 +86,7 @@ class TeacherKL(Term):
             if own_N.any() or policy.ranks.size > 1:  # the ranks of a sharded teacher make each pass together
                 teacher.model.eval()
                 with torch.no_grad():
-                    read = teacher.read(micro.without_experts(), likely)
+                    read = teacher.read(micro.for_another_model(), likely)
                 ids_Nk[own_N], self._top_Nk[own_N] = read.top_ids_Nk[own_N], read.top_Nk[own_N].to(self._top_Nk.dtype)
                 self._taught_N |= own_N
         return ids_Nk

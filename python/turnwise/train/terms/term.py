@@ -15,8 +15,7 @@ from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.ops import aggregate
-from turnwise.train.config.base import RunFacts
-from turnwise.train.config.optimization import LossConfig
+from turnwise.train.config.base import RunFacts, Section
 from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy
@@ -73,19 +72,22 @@ class Term:
     after: ClassVar[tuple[str, ...]] = ()
     before: ClassVar[tuple[str, ...]] = ()
     """Names of the terms after and before which the list must have it."""
-    columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that a batch needs for it beyond those of every batch."""
+    settings: ClassVar[Mapping[str, type[Section]]] = MappingProxyType({})
+    """Config fields that it adds, by section; its line is then in :mod:`turnwise.train.config.features`."""
+    requires: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Columns that the client returns if its option of that name is on, each with the config key that asks for it."""
     weights: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Metrics that are means over other tokens than those that train, and the metric that counts these."""
     trains_alone: ClassVar[bool] = False
     """True if it trains an attempt that credit compares with no other."""
     needs: Needs = LOGPROBS
     """What it needs of each pass."""
-    config: LossConfig
+    config: Any
+    """The section ``loss`` of the config, which each method gets that takes a ``config`` and says nothing else."""
     actors: Sequence[str]
 
     # -- settings ------------------------------------------------------------------------------------------------------
-    def is_on(self, config: LossConfig) -> bool:
+    def is_on(self, config: Any) -> bool:
         """Return True if updates with this configuration have the term."""
         return True
 
@@ -94,26 +96,33 @@ class Term:
         asked too."""
         return iter(())
 
-    def needing_rewards(self, config: LossConfig) -> Iterator[str]:
+    def needing_rewards(self, config: Any) -> Iterator[str]:
         """Yield its keys that mean nothing where no actor that trains learns from its rewards."""
         return iter(())
 
-    def unserved(self, config: LossConfig) -> Iterator[tuple[str, Any, str]]:
+    def unserved(self, config: Any) -> Iterator[tuple[str, Any, str]]:
         """Yield its keys with their values and the reason why a server that has only policy losses can't serve them."""
         return iter(())
 
-    def attach(self, policy: Policy, config: LossConfig) -> None:
+    def model_problems(self, config: Any, name: str, lm: Any) -> Iterator[str]:
+        """Yield a line for each reason why it can't train the causal LM of a policy under the whole ``config``."""
+        return iter(())
+
+    def see_whole(self, policy: Policy, config: Any) -> None:
+        """See a policy of the whole ``config`` once, before its weights are sharded."""
+
+    def attach(self, policy: Policy, config: Any) -> None:
         """Add what the term trains beside the model of ``policy``. Raises ``ValueError`` for one that can't have it."""
 
-    def stages(self, config: LossConfig, learner: Any) -> Iterator[Stage]:
+    def stages(self, config: Any, learner: Any) -> Iterator[Stage]:
         """Yield what an arena does for it around the episodes. Terms that are off are asked too."""
         return iter(())
 
-    def configure(self, config: LossConfig, actors: Sequence[str]) -> None:
+    def configure(self, config: Any, actors: Sequence[str]) -> None:
         """Take the settings of the next updates. Raises ``ValueError`` naming the wrong key."""
         self.config, self.actors = config, actors
 
-    def beside_advantage(self, config: LossConfig) -> list[str]:
+    def beside_advantage(self, config: Any) -> list[str]:
         """Return its config keys with which it trains rows whose advantage is 0."""
         return []
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from turnwise.train.model.micro_batch import MicroBatch
-from turnwise.types import TrainingBatch
+from turnwise.types import CompletionColumn, TokenColumn, TrainingBatch
+from turnwise.types.columns import TOKEN_ADVANTAGES
 
 
 def at_last_token(rewards_B: Tensor, row_N: Tensor, trained_N: Tensor) -> Tensor:
@@ -28,9 +29,10 @@ def with_token_advantages(
     Advantages per token that the batch has already, those of a teacher, are added.
     """
     token_advantages = np.zeros(len(batch.token_ids), dtype=np.float32)
-    if batch.token_advantages is not None:
-        token_advantages += batch.token_advantages
+    if isinstance(given := batch.columns.get(TOKEN_ADVANTAGES), TokenColumn):
+        token_advantages += given.values
     token_advantages[whole.token_N.numpy()] += advantages_N.numpy()
     advantages = batch.advantages.copy()
     advantages[rows] = 0
-    return replace(batch, advantages=advantages, token_advantages=token_advantages)
+    columns = {**batch.columns, TOKEN_ADVANTAGES: CompletionColumn(token_advantages)}
+    return replace(batch, advantages=advantages, columns=columns)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import PolicyLoss
-from turnwise.train.model.micro_batch import RoutingCounts, SingleRank
+from turnwise.train.model.micro_batch import SingleRank
 from turnwise.train.terms.policy_loss import with_sample_sizes
 from turnwise.train.terms.term import Part
 from turnwise.types import TrainingBatch
@@ -37,7 +37,8 @@ class MicroBatchMetrics:
     """Positions in the batch's stream where log-probs or advantages are not finite."""
     mismatch: float
     """Largest difference of the log-probs from the sampler's."""
-    routing: RoutingCounts | None
+    shares: Mapping[str, tuple[int, int]]
+    """Metrics of columns, each as a part and a whole."""
 
     def on_cpu(self) -> MicroBatchMetrics:
         """Return a copy for other processes."""
@@ -83,7 +84,7 @@ class UpdateLog:
                 tokens=sum(micro.lengths),
                 bad_tokens=micro.token_N[bad_N].cpu().numpy(),
                 mismatch=float(difference.max()) if len(difference) else 0.0,
-                routing=micro.routing,
+                shares={name: pair for column in micro.columns.values() for name, pair in column.shares.items()},
             )
         )
 
@@ -136,15 +137,14 @@ class UpdateLog:
             for i, actor in enumerate(self.actors):
                 if actor_tokens[:, i].any():
                     metrics[f"{actor}/{name}"] = self._reduce(name, values[:, i], actor_tokens[:, i])
-        return with_sample_sizes(metrics) | self._routing_shares() | self._masked_shares()
+        return with_sample_sizes(metrics) | self._column_shares() | self._masked_shares()
 
-    def _routing_shares(self) -> dict[str, float]:
-        """Return the share of tokens whose experts are replayed, and that of them which another row's experts took."""
-        counts = [one.routing for one in self.micros if one.routing is not None]
-        if not counts:
-            return {}
-        tokens, recorded, conflicts = np.sum(counts, axis=0).tolist()
-        return {"routing/replayed": recorded / max(tokens, 1), "routing/conflicts": conflicts / max(recorded, 1)}
+    def _column_shares(self) -> dict[str, float]:
+        pairs: dict[str, list[tuple[int, int]]] = {}
+        for name, pair in (item for one in self.micros for item in one.shares.items()):
+            pairs.setdefault(name, []).append(pair)
+        sums = {name: np.sum(each, axis=0).tolist() for name, each in pairs.items()}
+        return {name: part / max(whole, 1) for name, (part, whole) in sums.items()}
 
     def _values(self, name: str) -> np.ndarray:
         return np.array([float(one.metrics[name]) for one in self.micros])

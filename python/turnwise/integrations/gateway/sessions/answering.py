@@ -25,8 +25,6 @@ from turnwise.types import OK, ModelResponse, Sampling, Step
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.threads import to_thread
 
-CONTINUED = "continued"
-"""Key of ``step.info``: a later prompt of the session continues this answer."""
 EXTRA = "extra"
 """Status of a good call after the first one, where the agent asked for one call at a time."""
 
@@ -47,7 +45,7 @@ class Answerer:
         request, began = call.request, time.perf_counter()
         prompt = await self.render(endpoint, request)
         if prompt.continues is not None:
-            prompt.continues.info[CONTINUED] = True
+            prompt.continues.facts.continued = True
         else:
             carried = partial(endpoint.carried_in, request.messages)
             call.carries = await to_thread(carried) if request.size >= LONG else carried()
@@ -79,7 +77,7 @@ class Answerer:
         for failure in sampled:
             if isinstance(failure, BaseException):
                 for step in call.steps:
-                    step.trainable, step.info["lost"] = False, True
+                    step.trainable, step.facts.lost = False, True
                 raise failure
         return [choice for choice in sampled if isinstance(choice, Choice)]
 
@@ -180,7 +178,7 @@ class Answerer:
         finish = "length" if response.finish_reason == "length" else "stop" if stopped is None else "stop_string"
         if parsed.good_calls and finish == "stop":
             finish = "tool_calls"
-        first = sum(len(step.info.get("tool_calls", ())) for step in call.steps)
+        first = sum(len(step.facts.tool_calls or ()) for step in call.steps)
         ids_of_calls = tuple(
             f"call_{call.turn}_{call.number}_{first + place}" for place in range(len(parsed.good_calls))
         )
@@ -192,7 +190,7 @@ class Answerer:
         if prompt.reused and isinstance(prompt.continues, Step):
             step.info["extends"] = prompt.continues.info["call"]
         if choice.parsed.calls:
-            step.info["tool_calls"] = [made.status for made in choice.parsed.calls]
+            step.facts.tool_calls = [made.status for made in choice.parsed.calls]
         if prompt.rewritten:
             step.info["rewritten"] = prompt.rewritten
         if call.carries is not None:

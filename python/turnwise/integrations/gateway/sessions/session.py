@@ -15,7 +15,7 @@ from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError
 from turnwise.integrations.gateway.models import ChildModel, Model
-from turnwise.integrations.gateway.sessions.answering import CONTINUED, Answerer
+from turnwise.integrations.gateway.sessions.answering import Answerer
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt, GatewayCall, repeated_call
 from turnwise.integrations.gateway.sessions.constrained import form_field
 from turnwise.integrations.gateway.sessions.limits import AttemptLimits
@@ -32,7 +32,7 @@ ALWAYS = (
     "calls", "extended_rows", "rewritten_rows", "tool_calls/ok", "tool_calls/malformed", "truncated", "aborted",
     "lost_answers",
 )  # fmt: skip
-"""Counts that every actor reports; others are reported where there are any (``samples.pack.with_zero_counts``)."""
+"""Counts that every actor reports; others only where there are any (``samples.step_metrics.with_zero_counts``)."""
 
 
 class GatewaySession:
@@ -260,7 +260,7 @@ class GatewaySession:
         """Decide which answers train, and add the children and the counts to the episode."""
         if self.settings.choices == "continued":
             for step in (step for call in self.calls if call.request.n > 1 for step in call.steps):
-                step.trainable = step.trainable and CONTINUED in step.info
+                step.trainable = step.trainable and step.facts.continued
         if self.settings.repeats == "continued":
             self._leave_out_lost()
         self.keep_children()
@@ -283,12 +283,12 @@ class GatewaySession:
             if call.resend is not None and call.steps:
                 alike.setdefault((call.actor, call.resend), []).append(call)
         for calls in alike.values():
-            went_on = [call for call in calls if any(CONTINUED in step.info for step in call.steps)]
+            went_on = [call for call in calls if any(step.facts.continued for step in call.steps)]
             for call in calls:
                 if call not in went_on and any(call.ended and call.ended <= later.started for later in went_on):
                     self.endpoints[call.actor].counts["lost_answers"] += 1
                     for step in call.steps:
-                        step.trainable, step.info["lost"] = False, True
+                        step.trainable, step.facts.lost = False, True
 
     def report(self) -> None:
         """Add the counts to the metrics of the rollout."""

@@ -1,0 +1,105 @@
+"""Metrics of a whole step, from its results."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from turnwise.types import CHILD, GenerateResult
+
+SHORTENED = "shortened"
+"""Key of the info of a step whose chat was shortened to fit the context (``Episode.on_context``)."""
+
+MEANS = (
+    "reward",
+    "raw_reward",
+    "metric",
+    "completion_tokens",
+    "truncated",
+    "overlong_penalty",
+    "team_difference",
+    "teacher_kl",
+)
+"""Keys that :func:`describe` reports by actor, and metrics by their names."""
+
+
+def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
+    """Return the ``metrics`` of episodes with 0 for each count of the gateway and of tools that others have.
+
+    Means over episodes then add up: those of all causes are the mean of their total. Actors that took no part in an
+    episode, which have no ``gateway/calls`` or ``tool_calls/ok`` in it, get none.
+    """
+    of_all = dict.fromkeys(name for of_one in metrics for name in of_one)
+    firsts = {"gateway": "gateway/calls", "tool_calls": "tool_calls/ok"}
+    counts = {name: firsts[name.partition("/")[0]] for name in of_all if name.partition("/")[0] in firsts}
+    if not counts:
+        return metrics
+    calls = {name: f"{first}/{name.rpartition('/')[2]}" for name, first in counts.items()}
+    return [{**{name: 0.0 for name in counts if calls[name] in of_one}, **of_one} for of_one in metrics]
+
+
+def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
+    """Return the metrics of a whole step, nested episodes included.
+
+    ``episodes``, ``episodes/failed``, ``episodes/retried`` (number of retries), ``sampled_tokens`` (all of them,
+    trained on or not), ``playout_tokens`` (the part of them in a tree's playouts); means ``reward/<actor>`` and
+    ``metric/<name>`` over episodes without an error, where a reward that sub-agents take from their attempt counts
+    once; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
+    share of calls that reached their token limit, over all calls; sums of what went wrong in episodes, such as
+    ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``shortened/<actor>``, the calls whose chat ``on_context``
+    had shortened; ``ended/max_turns``, the share of finished multi-turn
+    episodes that ended at ``max_turns``; ``ended/context``, the share of all finished ones that outgrew their context;
+    with an overlong penalty, ``overlong_penalty/<actor>`` and
+    ``raw_reward/<actor>``, the reward before the penalty; with ``reward.difference``, ``team_difference/<actor>``, the
+    mean change of the team's value by an action; with a teacher, ``teacher_kl/<actor>``, the mean of the sampled
+    tokens' log-probabilities minus the teacher's, which estimates the reverse KL per token.
+    """
+    # Rewards and metrics of episodes without an error.
+    rollouts = [result.rollout for top in results for result in top.walk()]
+    means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
+    for rollout, metrics in zip(rollouts, with_zero_counts([rollout.metrics for rollout in rollouts]), strict=True):
+        if rollout.error is None:
+            rewards, raw_rewards = rollout.rewards, rollout.facts.raw_rewards or {}
+            if rollout.meta.get(CHILD, {}).get("inherits", False):
+                rewards, raw_rewards = {}, {}  # counted with its attempt
+            for kind, values in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
+                for name, value in values.items():
+                    means[kind][name].append(value)
+
+    # Tokens, also of failed attempts, group functions, playouts and judges; lengths by actor.
+    sampled = sum(
+        rollout.facts.lost_tokens + rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts
+    )
+    shortened = Counter[str]()
+    playout_tokens = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
+    for step in (step for rollout in rollouts for step in rollout.steps):
+        actor, length = step.actor_id, len(step.completion_token_ids)
+        sampled += 0 if actor is None and step.facts.cached else length
+        if actor is not None:
+            means["completion_tokens"][actor].append(length)
+            means["truncated"][actor].append(step.finish_reason == "length")
+            shortened[f"shortened/{actor}"] += SHORTENED in step.info
+            for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
+                if (value := getattr(step.facts, kind)) is not None:
+                    means[kind][actor].append(value)
+
+    # Counts come first, then the means.
+    counts: dict[str, float] = {
+        "episodes": len(rollouts),
+        "episodes/failed": sum(rollout.error is not None for rollout in rollouts),
+        "episodes/retried": sum(rollout.facts.attempt for rollout in rollouts),
+        "sampled_tokens": sampled + playout_tokens,
+    }
+    if playout_tokens:
+        counts["playout_tokens"] = playout_tokens
+    counts |= {name: count for name, count in shortened.items() if count}
+    for rollout in rollouts:
+        for name, count in (rollout.facts.mishaps or {}).items():
+            counts[name] = counts.get(name, 0) + count
+    finished = [rollout.meta.get("ended") for rollout in rollouts if rollout.error is None]
+    if ends := [end for end in finished if end is not None]:
+        counts["ended/max_turns"] = ends.count("max_turns") / len(ends)
+        counts["ended/context"] = ends.count("context") / len(finished)
+    return counts | {f"{kind}/{name}": float(np.mean(values)) for kind in MEANS for name, values in means[kind].items()}

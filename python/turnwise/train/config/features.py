@@ -1,0 +1,67 @@
+"""The features that bring settings of their own. Each is a term in one file, which a line here adds to the package.
+
+The config's classes are built with the settings of the features, so this module imports these by their names, and a
+feature's file imports no other section of the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache, reduce
+from importlib import import_module
+from typing import Any, TypeVar, cast
+
+from turnwise.train.config.base import RunFacts, Section
+
+S = TypeVar("S", bound=Section)
+
+FEATURES = (
+    "observations:Observations",
+    "baseline:OptimalTokenBaseline",
+    "routing_replay:RoutingReplay",
+)
+"""Modules of ``turnwise.train.terms`` and their classes, in the order of their terms. A line is all that adds one."""
+
+
+@cache
+def term_classes(terms: tuple[str, ...]) -> tuple[type[Any], ...]:
+    """Import the classes of a list of terms."""
+    named = [entry.partition(":") for entry in terms]
+    return tuple(getattr(import_module(f"turnwise.train.terms.{module}"), name) for module, _, name in named)
+
+
+def settings_of(section: str) -> list[type[Section]]:
+    """Return the classes with the fields that features add to ``section`` of the config."""
+    return [term.settings[section] for term in term_classes(FEATURES) if section in term.settings]
+
+
+def with_features(section: str) -> Callable[[type[S]], type[S]]:
+    """Decorate the class of ``section``: the fields of features follow its own, with their rules and conflicts."""
+    parts = settings_of(section)
+
+    def decorate(own: type[S]) -> type[S]:
+        def conflicts(self: Any, run: RunFacts, key: str) -> Iterator[str]:
+            for one in classes:
+                yield from one.conflicts(self, run, key)
+
+        classes: list[type[Section]] = [own, *parts]
+        rules = {key: effect for one in classes for key, effect in one.at_resume.items()}
+        body = {"__module__": own.__module__, "__doc__": own.__doc__, "conflicts": conflicts, "at_resume": rules}
+        kind: Any = type(own)
+        return cast("type[S]", kind(own.__name__, (*reversed(parts), own), body))
+
+    return decorate
+
+
+def required(config: Any) -> dict[str, str]:
+    """Return the columns that the run's client must return, each with the config key that asks for it.
+
+    Each is also the name of an option of the client.
+    """
+    asked = {name: key for term in term_classes(FEATURES) for name, key in term.requires.items()}
+    return {name: key for name, key in asked.items() if reduce(getattr, key.split("."), config)}
+
+
+def required_options(config: Any) -> dict[str, Any]:
+    """Return the options of these columns as arguments of a client."""
+    return dict.fromkeys(required(config), True)

@@ -1,0 +1,195 @@
+"""Columns that only some samples and batches have, beside the fields of all of them.
+
+The kind of a column says how its values are checked, joined, selected and laid out, so batches treat all columns alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+
+ALLOWED = "allowed"
+"""Name of the column of :class:`AllowedTokens`."""
+
+TOKEN_ADVANTAGES = "token_advantages"
+"""Name of the :class:`CompletionColumn` that is added to the advantages of rows."""
+
+
+class Places(NamedTuple):
+    """Some ``rows`` of a batch, in their order, and some of their ``tokens``, as places in the batch's stream."""
+
+    rows: np.ndarray
+    tokens: np.ndarray
+
+
+class Stream(NamedTuple):
+    """The input of a model: rows of ``lengths`` tokens each, in ``size`` positions, which rows may share.
+
+    ``places(counts)`` are the positions of the first ``counts[i]`` tokens of each row, in turn.
+    """
+
+    lengths: np.ndarray
+    size: int
+    places: Callable[[np.ndarray], np.ndarray]
+
+
+class Column:
+    """Base of all kinds. A sample's column has its own values; a batch's those of all rows, as NumPy arrays; and that
+    of a micro-batch those of its tokens, as tensors."""
+
+    of_sampler: ClassVar[bool] = False
+    """True if it belongs to the model that sampled: passes of other models don't get it."""
+
+    # -- from samples to a batch ---------------------------------------------------------------------------------------
+    def check(self, prompt: int, completion: int, name: str) -> None:
+        """Raise ``ValueError`` with the ``name`` unless it fits a sample of so many tokens."""
+
+    @classmethod
+    def join(cls, parts: Sequence[Any], lengths: np.ndarray) -> Column:
+        """Join the columns of samples; ``None`` for those without. ``lengths [B, 2]`` count prompts and completions."""
+        raise NotImplementedError
+
+    def trained(self, loss_mask: np.ndarray) -> np.ndarray:
+        """Return the batch's ``loss_mask [N]`` without tokens that can't train."""
+        return loss_mask
+
+    # -- from a batch to micro-batches ---------------------------------------------------------------------------------
+    def select(self, places: Places) -> Self:
+        """Return the values of these rows, or of these tokens."""
+        raise NotImplementedError
+
+    def read(self, mask: np.ndarray) -> np.ndarray:
+        """Return the mask ``[N]`` of tokens whose log-probs are read, with others that the column needs."""
+        return mask
+
+    def lay_out(self, stream: Stream) -> Column | None:
+        """Return the column of a micro-batch, of which this has the tokens that are read; ``None`` if it needs none."""
+        return self
+
+    def mapped(self, change: Callable[[Any], Any]) -> Self:
+        """Return a copy with each array as ``change`` makes it, such as a tensor, or one on another device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        changed = {name: change(value) for name, value in values.items() if hasattr(value, "dtype")}
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    # -- in a micro-batch ----------------------------------------------------------------------------------------------
+    @property
+    def shares(self) -> Mapping[str, tuple[int, int]]:
+        """Metrics of an update, each as a part and a whole, which are summed over micro-batches."""
+        return {}
+
+    def temperatures(self, temperature_N: Any) -> Any:
+        """Return the temperatures of the tokens, with those that the column changes."""
+        return temperature_N
+
+    def padded(self, place: Any) -> Self:
+        """Return the column for padded rows; ``place`` are the positions in the stream, -1 for padding."""
+        return self
+
+    def during(self, lm: Any, last: Any = None) -> AbstractContextManager[Any]:
+        """Return the context of a pass of the causal LM ``lm``; ``last`` are the positions that its last MLP takes."""
+        return nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class RowColumn(Column):
+    """One number per row: a sample's own, or those of all rows ``[B]``. Samples without one get -1."""
+
+    values: Any
+
+    @classmethod
+    def join(cls, parts: Sequence[Self | None], lengths: np.ndarray) -> Self:
+        return cls(np.array([-1 if part is None else part.values for part in parts]))
+
+    def select(self, places: Places) -> Self:
+        return replace(self, values=self.values[places.rows])
+
+
+@dataclass(frozen=True, eq=False)
+class TokenColumn(Column):
+    """One number per token: those of a sample's prompt and completion ``[P + C]``, or those of a stream ``[N]``.
+
+    Samples without it get 0.
+    """
+
+    values: Any
+
+    dtype: ClassVar[Any] = None
+    """Type of the joined values, by default that of the first sample's."""
+
+    def check(self, prompt: int, completion: int, name: str) -> None:
+        self._check_length(prompt + completion, name, "token of prompt and completion")
+
+    def _check_length(self, length: int, name: str, what: str) -> None:
+        try:
+            values = np.asarray(self.values, dtype=self.dtype)
+            valid = values.shape == (length,) and bool(np.isfinite(values).all())
+        except (TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise ValueError(f"{name}={self.values!r:.80}: expected {length} finite numbers, one per {what}")
+
+    @classmethod
+    def join(cls, parts: Sequence[Self | None], lengths: np.ndarray) -> Self:
+        given = {
+            end: np.asarray(part.values, dtype=cls.dtype)
+            for part, end in zip(parts, lengths.sum(axis=1).cumsum(), strict=True)
+            if part is not None
+        }
+        joined = np.zeros(lengths.sum(), dtype=next(iter(given.values())).dtype)
+        for end, values in given.items():
+            joined[end - len(values) : end] = values
+        return cls(joined)
+
+    def select(self, places: Places) -> Self:
+        return replace(self, values=self.values[places.tokens])
+
+
+@dataclass(frozen=True, eq=False)
+class CompletionColumn(TokenColumn):
+    """One number per completion token: a sample's ``[C]``, or those of a stream ``[N]`` float32, 0 on prompts."""
+
+    dtype: ClassVar[Any] = np.float32
+
+    def check(self, prompt: int, completion: int, name: str) -> None:
+        self._check_length(completion, name, "completion token")
+
+
+@dataclass(frozen=True, eq=False)
+class AllowedTokens(Column):
+    """The tokens that grammars allowed at ``n`` positions; equal masks are stored once.
+
+    Example: two positions, the second of which allowed only token 3 of 8:
+    ``AllowedTokens(np.array([-1, 0]), np.array([[8]], dtype=np.uint8))``
+    """
+
+    mask_index: Any
+    """``[n]`` int64: the row of ``masks``; -1 where all tokens were allowed."""
+    masks: Any
+    """``[U, W]`` uint8: bit ``b`` of byte ``w`` is token ``8 * w + b``. Tokens beyond the last byte are not allowed."""
+
+    @classmethod
+    def join(cls, parts: Sequence[AllowedTokens | None], lengths: np.ndarray) -> AllowedTokens:
+        mask_index = np.full(lengths.sum(), -1, dtype=np.int64)
+        rows: dict[bytes, int] = {}
+        for part, end in zip(parts, lengths.sum(axis=1).cumsum(), strict=True):
+            if part is not None:
+                places = np.array([rows.setdefault(mask.tobytes(), len(rows)) for mask in part.masks])
+                mask_index[end - len(part.mask_index) : end] = places[part.mask_index]
+        masks = np.frombuffer(bytearray().join(rows), dtype=np.uint8).reshape(len(rows), -1)
+        return AllowedTokens(mask_index, masks)
+
+    def trained(self, loss_mask: np.ndarray) -> np.ndarray:
+        """Leave out tokens without an alternative, which are no choice of the policy."""
+        single = np.unpackbits(self.masks, axis=1).sum(axis=1) == 1
+        return np.where((self.mask_index >= 0) & single[self.mask_index], np.uint8(0), loss_mask)
+
+    def select(self, places: Places) -> AllowedTokens:
+        return replace(self, mask_index=self.mask_index[places.tokens])
+
+    def lay_out(self, stream: Stream) -> AllowedTokens | None:
+        return None if (self.mask_index < 0).all() else self
