@@ -46,7 +46,7 @@ from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.group_queue import check_step_not_overridden
 from turnwise.train.health.watch import Watch
-from turnwise.train.interrupt import StopNow, StopRequest, leave
+from turnwise.train.interrupt import StopNow, StopRequest, wait_or_abandon
 from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness, summarize
@@ -441,7 +441,7 @@ class Trainer:
             self._undo_step(self._before_step)
         before, running = self.rollouts.discard(first_unpicklable(self))
         try:
-            await leave(running)
+            await wait_or_abandon(running)
         finally:
             # Rewind the samplers to the state before the discarded batches.
             if before is not None:
@@ -452,7 +452,7 @@ class Trainer:
                 if self._unlogged is not None:
                     self.log_step(self._unlogged)
             finally:
-                for policy in self.policies.values() if self.learner.whole else ():
+                for policy in self.policies.values() if self.learner.holds_all_weights else ():
                     policy.check_finite(f"after step {self.progress.step}, which is not saved")
                 with self._stop.undisturbed():
                     self.save()
@@ -460,7 +460,7 @@ class Trainer:
 
     def _undo_step(self, before: _BeforeStep) -> None:
         """Return to the state before a step whose update failed. The learner has restored its policies."""
-        if self.learner.torn:
+        if self.learner.partially_updated:
             raise RuntimeError(
                 f"the update after step {self.progress.step} failed when it had changed weights of which there is no "
                 f"copy. The same command goes on from the newest checkpoint under {self.checkpoints}"
