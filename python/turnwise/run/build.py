@@ -43,12 +43,12 @@ from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.checkpoint.warm_start import FOLDER as WARM_START
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.eval.ablate import Ablation, Addition, ablate
+from turnwise.train.eval.ablate import Ablation, Addition, EvalSet, ablate
 from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.health.start import check_start
 from turnwise.train.league.build import past_models
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.loop import EvalSet, Trainer
+from turnwise.train.loop import Trainer
 from turnwise.train.model.export import export_policies, export_shards
 from turnwise.train.model.loading import (
     attach_adapters,
