@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from turnwise.train.config.base import Section
+from turnwise.settings.section import Section
 from turnwise.train.config.schema import TrainConfig
 
 

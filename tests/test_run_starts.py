@@ -247,7 +247,7 @@ def test_a_target_without_held_out_rows_is_refused_before_a_model_is_loaded(tmp_
             start(config)
 
 
-POOL = {"engine": "transformers", "options": {"max_batch_rows": 4}}
+POOL = {"engine": "transformers", "options": {"max_batch_size": 4}}
 STATIC = {"backend": "static", "arena": {"count": 2}}
 UNFIT = {
     "policies": ({"policies": {"default": {"trainable": False}}}, "none is trainable, so 100 steps would train"),

@@ -18,10 +18,9 @@ from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.rewards import CreditConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.eval.ablate import Ablation, SubTeam
+from turnwise.train.eval.ablate import Ablation, EvalSet, SubTeam
 from turnwise.train.health.guard import build_guard
 from turnwise.train.league.build import build_league
-from turnwise.train.loop import EvalSet
 from turnwise.types import (
     Actor,
     CreditAssigner,
@@ -35,7 +34,7 @@ from turnwise.utils.registry import did_you_mean
 
 
 class FactsOfTask:
-    """What the sections of ``config`` ask about its task (:class:`~turnwise.train.config.base.TaskFacts`).
+    """What the sections of ``config`` ask about its task (:class:`~turnwise.settings.section.TaskFacts`).
 
     ``config`` has a policy for every actor, and ``actors`` are the task's with their policies and limits.
     """

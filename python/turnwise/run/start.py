@@ -80,7 +80,7 @@ def _rows_of_models(
 
 def check_targets(config: TrainConfig, rows: SFTRows, actors: Sequence[Actor]) -> None:
     """Raise :class:`ConfigError` for a target that is measured on held-out rows, where a model has too few."""
-    for _, kept in _rows_of_models(config, rows, actors):
+    for kept in filter(None, (kept for _, kept in _rows_of_models(config, rows, actors))):  # one without rows is noted
         prompts = [(row.actor, repr(row.prompt)) for row in kept]
         try:
             grouped(prompts, config.warm_start, np.random.default_rng(config.seed))

@@ -1,16 +1,17 @@
-"""Loads a configuration: parses overrides by the types of their keys, and checks that all keys fit together."""
+"""Loads a configuration: parses overrides by the types of their keys. Checks that keys, and parts of a trainer, fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 
+from turnwise.arena import Arena
 from turnwise.arena.stages.registry import stage_problems
 from turnwise.credit import registry as credit_rules
-from turnwise.train.config.base import RunFacts, TaskFacts, conflicts_of
+from turnwise.settings.section import RunFacts, TaskFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.config.rewards import CreditConfig
@@ -24,15 +25,17 @@ from turnwise.train.config.toml import (
     set_value,
     split_key,
 )
+from turnwise.train.eval.ablate import EvalSet
 from turnwise.train.health.guard import signal_problems
 from turnwise.train.league.build import matchmaker_problems
 from turnwise.train.learner.tinker.wire import unserved_loss
 from turnwise.train.terms.loss_types import find_loss
 from turnwise.train.terms.registry import loss_problems, terms_on
-from turnwise.types import TaskCapabilities, capabilities_of
+from turnwise.types import ClientCapabilities, TaskCapabilities, capabilities_of
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
+from turnwise.utils.values import problem
 
 TaskTypes = Callable[[str], Any]
 """Maps the name of a task to its class, as ``turnwise.tasks.task_type`` does."""
@@ -64,6 +67,24 @@ def check_contradictions(config: TrainConfig) -> TrainConfig:
     if problems := contradictions(config):
         raise ConfigError("\n".join(problems))
     return config
+
+
+def check_parts(
+    arena: Arena, policies: Collection[str], config: TrainConfig, validation: EvalSet | None = None
+) -> None:
+    """Raise ``ValueError`` unless ``arena`` and ``validation`` are what a trainer of ``policies`` needs."""
+    client = capabilities_of(arena.client, ClientCapabilities)
+    for actor in arena.actors.values():
+        if actor.policy not in {*policies, *client.fixed_policies}:
+            raise ValueError(f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}")
+    if config.loop.max_staleness and client.shares_weights:
+        raise ValueError(
+            f"loop.max_staleness={config.loop.max_staleness}: expected a client with its own copy of the weights, "
+            "as sampling goes on while the trainer updates its modules. Make the client with share=False"
+        )
+    if config.eval.ablate and validation is not None and not validation.ablations:
+        why = "expected the validation set's ablations, as in EvalSet(requests, metric, ablations=...)"
+        raise ConfigError(problem("eval.ablate", why, True))
 
 
 def read_config(

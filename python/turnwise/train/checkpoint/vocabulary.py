@@ -7,9 +7,9 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
+from turnwise.settings.section import problem
 from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume
 from turnwise.train.checkpoint.files import read_state
-from turnwise.train.config.base import problem
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 
