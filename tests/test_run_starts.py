@@ -229,7 +229,7 @@ def test_attempts_that_train_alone_are_not_refused(tmp_path, case):
     assert dry_run(config_from_dict({"run_dir": str(tmp_path), **TRAINS[case]}))
 
 
-POOL = {"engine": "transformers", "options": {"max_batch_rows": 4}}
+POOL = {"engine": "transformers", "options": {"max_batch_size": 4}}
 STATIC = {"backend": "static", "arena": {"count": 2}}
 UNFIT = {
     "policies": ({"policies": {"default": {"trainable": False}}}, "none is trainable, so 100 steps would train"),

@@ -10,11 +10,11 @@ import pytest
 from turnwise.cluster.commands import commands_of
 from turnwise.cluster.placement import Role
 from turnwise.cluster.supervisor import Place
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.toml import ConfigError, parse_settings
 from turnwise.train.validate import config_from_dict, contradictions
 
-POOL = {"engine": "transformers", "options": {"max_batch_rows": 1}}
+POOL = {"engine": "transformers", "options": {"max_batch_size": 1}}
 RAY = {"backend": "ray", "engines": {"main": POOL}}
 
 
@@ -70,7 +70,7 @@ def test_commands(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of ranks, addresses, options; and the secret is in no argument, no variable and no file."""
     monkeypatch.setenv("TURNWISE_CLUSTER_KEY", "of another run")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "mine")
-    options = {"max_batch_rows": 1, "engine_args": {"dtype": "float32"}, "dummy_weights": False}
+    options = {"max_batch_size": 1, "engine_args": {"dtype": "float32"}, "dummy_weights": False}
     cluster = {"backend": "ray", "learner": {"count": 2}, "engines": {"main": {**POOL, "options": options}}}
     config = config_from_dict({"run_dir": str(tmp_path / "run"), "cluster": cluster})
     commands = commands_of(config, {"main": tmp_path / "model"}, "abracadabra")
@@ -81,7 +81,7 @@ def test_commands(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = commands["engine"](Place(Role("engine-main-0", "engine", {}, "main"), "10.0.0.2", 4001, 0))
     words = " ".join(engine.arguments)
     assert f"serve {tmp_path / 'model'} --engine transformers --dummy-weights --host 10.0.0.2 --port 4001" in words
-    assert words.endswith("--max-batch-rows 1 --engine-arg dtype=float32")
+    assert words.endswith("--max-batch-size 1 --engine-arg dtype=float32")
     worker = commands["worker"](Place(Role("worker-0", "worker", {}), "10.0.0.3", 4002, 0))
     for command in (rank, engine, worker):
         assert command.arguments[:2] == ["--secret", "TURNWISE_CLUSTER_KEY"] and command.stdin == "abracadabra\n"

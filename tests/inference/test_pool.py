@@ -16,7 +16,8 @@ from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.pool import client as pool_client
 from turnwise.inference.pool.engine import PrefixRouter
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
+from turnwise.inference.weights.shared_transfer import SharedTransfer
+from turnwise.inference.weights.sync import SharedMemoryTransfer
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
 
 from .fake_server import Hang, Say, faking
@@ -483,6 +484,23 @@ async def test_leaving_waits_for_running_requests() -> None:
         await client.leave("a")
         assert sorted(response.text for response in await running) == ["a", "a", "b", "b"]
         assert client.stats()["retries"] == 0
+
+
+async def test_a_pool_of_one_works_in_its_engines_thread_and_outlives_it() -> None:
+    with faking(Pretend().script | {GENERATE: Hang()}) as hung, faking(Pretend().script) as well:
+        client, later = (VLLMServerClient(Endpoint(fake.url), ByteTokenizer()) for fake in (hung, well))
+        pool, thread = PoolClient({"one": client}), client._thread._thread
+        assert pool._thread._thread is thread
+        async with pool:
+            asked = asyncio.ensure_future(pool.generate([ask(7, max_tokens=3)]))
+            await until(lambda: hung.count(GENERATE) == 1)
+            pool.join("two", later)
+            await pool.leave("one", at_once=True)
+            assert tokens_of(await asked) == [[7, 8, 9]], "another engine gets it"
+            with pytest.raises(ModelError, match="the client is closed"):
+                await client.check_health()
+            assert thread.is_alive()
+        assert not thread.is_alive() and not later._thread._thread.is_alive()
 
 
 def alone(model: Any) -> TransformersClient:

@@ -150,7 +150,7 @@ def test_a_run_follows_the_members_of_its_cluster(
 ) -> None:
     """The run waits for its first engine, which then has another address. The old one still answers: nobody asks it."""
     monkeypatch.setenv("TURNWISE_CLUSTER_KEY", os.environ[KEY_VARIABLE])
-    pool = {"count": 1, "engine": "transformers", "options": {"max_batch_rows": 1}}
+    pool = {"count": 1, "engine": "transformers", "options": {"max_batch_size": 1}}
     cluster = {"backend": "ray", "address": "auto", "engines": {"main": pool}, "wait": 60.0}
     config = config_of(folder, cluster, server={"transfer": transfer})
     late = threading.Timer(0.5, write_members, [config.run_dir, 4], {"main": {"engine-0": servers.urls[0]}})

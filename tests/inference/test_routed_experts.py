@@ -19,8 +19,8 @@ from turnwise.inference import TransformersClient
 from turnwise.inference.common.base import cut_at_stop
 from turnwise.inference.common.routed_experts import (
     NO_RECORD,
+    _find_rule,
     _Hook,
-    _rule_of,
     experts_from_text,
     experts_to_text,
     recording,
@@ -47,7 +47,7 @@ def routed(router, logits, ids):
     with torch.no_grad():
         router.weight.zero_()
         router.weight[:, 0] = torch.tensor(logits)
-    router.register_forward_hook(_Hook(0, _rule_of(router)))
+    router.register_forward_hook(_Hook(0, _find_rule(router)))
     with replaying(torch.tensor([[ids]], dtype=torch.int16)):
         _, weights, chosen = router(hidden)
     return weights[0].tolist(), chosen[0].tolist()

@@ -8,12 +8,12 @@ from turnwise.arena import RewardMix, TreeSampler
 from turnwise.run.build import arena_for_client
 from turnwise.run.checks import dry_run, resolve_config, task_of
 from turnwise.run.parts import FactsOfTask
+from turnwise.settings.section import RunFacts
 from turnwise.tasks import TASKS, build_task
 from turnwise.tasks.math_orchestra import SOLVER, VERIFIER
 from turnwise.tasks.search_orchestra import SearchOrchestraTask
 from turnwise.tasks.search_orchestra.prompts import ANSWERER, SEARCHER
 from turnwise.tasks.search_orchestra.prompts import VERIFIER as ROUTER
-from turnwise.train.config.base import RunFacts
 from turnwise.train.config.rewards import RewardConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.validate import config_from_dict, load_config

@@ -13,8 +13,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from turnwise.run.build import train_from_config
 from turnwise.run.checks import dry_run
+from turnwise.settings.section import Section
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.config.base import Section
 from turnwise.train.config.changes import resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from turnwise.credit import GRPOCredit, LevelCredit, TurnReturnsCredit, VineCredit
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.sampling import TreeConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict, load_config

@@ -52,7 +52,7 @@ class RayBackend:
     def __enter__(self) -> RayBackend:
         ray = _ray(self._settings)
         try:
-            ray.init(**_where(self._settings.address), log_to_driver=False, logging_level="ERROR")
+            ray.init(**_init_arguments(self._settings.address), log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
             why = f"no Ray cluster can be joined there: {str(error).strip().splitlines()[0]}"
             raise ConfigError(problem("cluster.address", why, self._settings.address)) from error
@@ -235,7 +235,7 @@ def _ray(settings: ClusterConfig) -> Any:
     return ray
 
 
-def _where(address: str) -> dict[str, Any]:
+def _init_arguments(address: str) -> dict[str, Any]:
     """Return the arguments of ``ray.init`` that name the cluster."""
     if address.startswith("ray://"):
         why = "expected a cluster that this machine is part of: run turnwise on a node of it, or submit it with"

@@ -209,7 +209,7 @@ class Replayer:
         kind, key = rest[0] if rest else ("nothing", "")
         what = _NEXT.get(kind, "an end")
         recorded = self.record.calls.get(key)
-        where = f"{key}" if recorded is None else self._where(recorded, key)
+        where = f"{key}" if recorded is None else self._describe_place(recorded, key)
         waits = ", ".join(key for key, future in self._waiting.items() if not future.done())
         found = f"none; calls that wait for their turn: {waits or 'none'}"
         self._diverge(self._earlier() or FirstDifference(f"the order: {what}", where, what, found))
@@ -222,7 +222,7 @@ class Replayer:
             text = self.tokenizer.decode(list(request.prompt_token_ids[-200:]), skip_special_tokens=False)
             where = f"turn {call.turn}, actor {call.actor_id!r}, {call.key}"
             return FirstDifference("the order of calls", where, "no call", f"one with a prompt that ends with {text!r}")
-        step, where = recorded.step, self._where(recorded, call.key)
+        step, where = recorded.step, self._describe_place(recorded, call.key)
         if step["actor_id"] != call.actor_id:
             return FirstDifference("the actor", where, repr(step["actor_id"]), repr(call.actor_id))
         if pair := token_diff(step["prompt_token_ids"], request.prompt_token_ids, self.tokenizer):
@@ -249,13 +249,15 @@ class Replayer:
                 continue
             old, new = recorded.step["reward"], step.reward
             if None not in (old, new) and old != new:
-                return FirstDifference("the reward", self._where(recorded, key), repr(old), repr(new))
+                return FirstDifference("the reward", self._describe_place(recorded, key), repr(old), repr(new))
             old, new = (info.get("env_response") for info in (recorded.step["info"], step.info))
             if None not in (old, new) and old != new:
-                return FirstDifference("the environment's answer", self._where(recorded, key), repr(old), repr(new))
+                return FirstDifference(
+                    "the environment's answer", self._describe_place(recorded, key), repr(old), repr(new)
+                )
         return None
 
-    def _where(self, recorded: RecordedCall, key: str) -> str:
+    def _describe_place(self, recorded: RecordedCall, key: str) -> str:
         step = recorded.step
         which = f"call {recorded.number} of {len(self.record.calls)} ({key})"
         return f"turn {step['turn']}, actor {step['actor_id']!r}, {which}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from turnwise.arena import Arena, Filters
 from turnwise.arena.stages.task_labels import SUCCESS
-from turnwise.inference.common.hf_model import limit_head, shortest_context, tokens_of
+from turnwise.inference.common.hf_model import count_tokens, limit_head, shortest_context
 from turnwise.run.checks import check_config, check_questions, task_of, tiny_model
 from turnwise.run.clients import build_client
 from turnwise.run.models import check_loaded
@@ -121,7 +121,7 @@ class Run:
             learner: Any = self.trainer.learner
             if self.config.learner.is_remote:
                 export_adapters(learner, self.tokenizer, folder, self.trainer.log)
-            elif not learner.whole:
+            elif not learner.holds_all_weights:
                 if any(policy.base is not None for policy in policies.values()):
                     self.trainer.log.note(
                         "a sharded run exports adapters alone: `turnwise export --merge` merges them with their bases"
@@ -270,7 +270,7 @@ def _build_here(
     models = _moved(_load_models(config, task), device)
     check_loaded(config, models)
     for model in models.values():
-        limit_head(model, tokens_of(tokenizer))
+        limit_head(model, count_tokens(tokenizer))
     if rows is not None:
         players = actors
         if isinstance(task, SeveralTasks):

@@ -21,12 +21,12 @@ from turnwise.inference import (
     VLLMClient,
     VLLMServerClient,
 )
-from turnwise.inference.pool.client import Follower
-from turnwise.inference.server.client import transfer_to
+from turnwise.inference.pool.follower import Follower
 from turnwise.inference.server.server import ServerFailed, is_healthy
 from turnwise.inference.server.settings import NO_EXPERTS_ON_CPU
 from turnwise.inference.vllm.worker import computes_on_cpu, vllm_or_raise
-from turnwise.inference.weights.sync import SharedTransfer
+from turnwise.inference.weights.shared_transfer import SharedTransfer
+from turnwise.inference.weights.sync import transfer_to
 from turnwise.run.tinker import check_server
 from turnwise.train.config.features import required, required_options
 from turnwise.train.config.sampling import ServerConfig

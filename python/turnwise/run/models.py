@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from turnwise.inference.common.model_files import read_config
-from turnwise.inference.common.routed_experts import experts_of
+from turnwise.inference.common.routed_experts import find_experts
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
 from turnwise.train.config.policies import PolicyConfig, sharing
@@ -271,7 +271,7 @@ def size_of(module: Any, trained: Mapping[str, PolicyConfig], served: torch.dtyp
     Engines hold it in the dtype ``served``, by default that of ``module``.
     """
     config = module.config.get_text_config()
-    if (experts := experts_of(config)) is not None:
+    if (experts := find_experts(config)) is not None:
         raise ConfigError(f"policies.path: the model has {experts[0]} = {experts[1]}: expected a dense model")
     if not getattr(config, "num_attention_heads", 0):
         raise ConfigError(f"policies.path: a {config.model_type} has no attention: expected a transformer")

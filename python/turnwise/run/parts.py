@@ -34,7 +34,7 @@ from turnwise.utils.registry import did_you_mean
 
 
 class FactsOfTask:
-    """What the sections of ``config`` ask about its task (:class:`~turnwise.train.config.base.TaskFacts`).
+    """What the sections of ``config`` ask about its task (:class:`~turnwise.settings.section.TaskFacts`).
 
     ``config`` has a policy for every actor, and ``actors`` are the task's with their policies and limits.
     """

@@ -2,7 +2,7 @@
 
 Read in this order: loop, last_step, loss_terms, group_queue, callbacks, validate, run_folder,
 resume, resume_queue, resume_stores.
-May import: types, utils, samples, credit, arena, train.
+May import: types, utils, settings, samples, credit, arena, train.
 """
 
 from turnwise.utils.registry import require

@@ -12,7 +12,7 @@ from torch import Tensor
 from turnwise.samples.training_samples import state_of
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
-from turnwise.train.interrupt import StopNow, StopRequest, leave
+from turnwise.train.interrupt import StopNow, StopRequest, wait_or_abandon
 from turnwise.train.resume import rewound_state
 from turnwise.train.resume_queue import first_unpicklable
 from turnwise.utils.signals import SavedNote, after, exits_as_errors
@@ -87,7 +87,7 @@ class LastStep:
             self._undo(self._before)
         before, running = trainer.rollouts.discard(first_unpicklable(trainer))
         try:
-            await leave(running)
+            await wait_or_abandon(running)
         finally:
             # Rewind the samplers to the state before the discarded batches.
             if before is not None:
@@ -98,7 +98,7 @@ class LastStep:
                 if self.unlogged is not None:
                     trainer.log_step(self.unlogged)
             finally:
-                for policy in trainer.policies.values() if trainer.learner.whole else ():
+                for policy in trainer.policies.values() if trainer.learner.holds_all_weights else ():
                     policy.check_finite(f"after step {trainer.progress.step}, which is not saved")
                 with self._stop.undisturbed():
                     trainer.save()
@@ -107,7 +107,7 @@ class LastStep:
     def _undo(self, before: _BeforeUpdate) -> None:
         """Return to the state before a step whose update failed. The learner has restored its policies."""
         trainer = self._trainer
-        if trainer.learner.torn:
+        if trainer.learner.partially_updated:
             raise RuntimeError(
                 f"the update after step {trainer.progress.step} failed when it had changed weights of which there is "
                 f"no copy. The same command goes on from the newest checkpoint under {trainer.checkpoints}"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from turnwise.arena import Arena
 from turnwise.arena.stages.registry import stage_problems
 from turnwise.credit import registry as credit_rules
-from turnwise.train.config.base import RunFacts, TaskFacts, conflicts_of
+from turnwise.settings.section import RunFacts, TaskFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.config.rewards import CreditConfig

@@ -19,7 +19,7 @@ from turnwise.integrations.gateway import (
     GatewaySettings,
     ReplayedEpisode,
 )
-from turnwise.integrations.gateway.server import standing
+from turnwise.integrations.gateway.service.standing import standing
 from turnwise.report.credit import result_of
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.step_metrics import describe

@@ -14,7 +14,8 @@ import turnwise.chat.grammar as grammars
 from turnwise.arena import Arena
 from turnwise.credit import ConstantCredit
 from turnwise.inference import ScriptedClient, TransformersClient
-from turnwise.integrations.gateway import AgentEpisode, Gateway, server
+from turnwise.integrations.gateway import AgentEpisode, Gateway
+from turnwise.integrations.gateway.service import server
 from turnwise.run import clients
 from turnwise.tasks.tiny import build_model
 from turnwise.train import Policy, Trainer

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from turnwise.inference.weights.load import copy_weights, shapes_of
+from turnwise.inference.weights.load import as_meta, copy_weights
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.inference.weights.sync import make_transfer
 from turnwise.tasks.tiny import build_model, build_tokenizer
@@ -214,7 +214,7 @@ def report(mesh: Any, path: Path) -> dict[str, Any]:
         "part": lambda: copy_weights(other, list(weights.items())[1:], "default"),
         "plain": lambda: copy_weights(make_lm(), weights.items(), "default"),
         "transfer": lambda: make_transfer("auto").send(weights),
-        "shapes": lambda: shapes_of(weights),
+        "shapes": lambda: as_meta(weights),
         "file": lambda: write_tensors(weights, path),
     }
     refused = {}

@@ -10,11 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
+
+from pydantic import Field
 
 from turnwise.arena.rewards.leaves import reward_summary
 from turnwise.arena.stages.stage import RunParts, Stage
+from turnwise.settings.section import Section
 from turnwise.types import GenerateResult, Rollout, Step
+
+
+class OverlongSettings(Section):
+    """When the penalty begins, and its height."""
+
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Tokens before its limit in which a completion loses reward (https://arxiv.org/abs/2503.14476, eq. 13)."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Reward that a completion at its limit loses."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,7 @@ class OverlongPenalty(Stage):
     """
 
     name = "overlong"
+    settings = MappingProxyType({"reward": OverlongSettings})
     changes, effect = "rewards", "adds"
     buffer: int
     penalty: float = 1.0

@@ -77,7 +77,7 @@ class GatewaySettings:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {values}")
 
 
-def settings_of(given: Mapping[str, Any], also: Sequence[str] = ()) -> GatewaySettings:
+def read_settings(given: Mapping[str, Any], also: Sequence[str] = ()) -> GatewaySettings:
     """Return the settings of the config table ``[gateway]``.
 
     Raises ``ValueError`` for an unknown key, naming the nearest of the known ones and of those that the table may

@@ -12,7 +12,7 @@ import verifiers.v1 as vf
 from turnwise.arena import Episode, Rubric
 from turnwise.arena.runtime.context import require_context
 from turnwise.integrations.gateway.episode import reported_reward
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.verifiers.client import CONTEXT, Serving
 from turnwise.state import to_python

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.train.config.base import Effects, RunFacts, Section, refused
+from turnwise.settings.section import Effects, RunFacts, Section, refused
 from turnwise.train.config.policies import sharing
 from turnwise.utils.values import problem
 

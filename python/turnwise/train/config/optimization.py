@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from turnwise.train.config.base import APPLIES, SERVER_DECIDES, Change, Effect, Effects, RunFacts, Section, refused
+from turnwise.settings.section import APPLIES, SERVER_DECIDES, Change, Effect, Effects, RunFacts, Section, refused
 from turnwise.train.config.cluster import ITS_OWN
 from turnwise.train.config.features import with_features
 from turnwise.train.config.policies import OptimizerConfig
@@ -123,6 +123,7 @@ class LossConfig(Section):
         return self
 
 
+@with_features("distill")
 class DistillConfig(Section):
     """On-policy distillation of actors with a ``teacher``: reverse KL of their own tokens, as an advantage."""
 

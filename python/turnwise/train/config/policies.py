@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.train.config.base import (
+from turnwise.settings.section import (
     APPLIES,
     SERVER_DECIDES,
     Change,

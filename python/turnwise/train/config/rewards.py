@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.setup import mix_of, reward_problems
 from turnwise.arena.stages.dynamic_sampling import check_stateless
-from turnwise.train.config.base import RunFacts, Section, trial
+from turnwise.settings.section import RunFacts, Section, trial
+from turnwise.train.config.features import with_features
 from turnwise.types import CreditCapabilities, capabilities_of
 from turnwise.utils.values import problem
 
@@ -36,6 +39,7 @@ class CreditConfig(Section):
                 yield alone.within + problem("credit.rule", reason, own.rule)
 
 
+@with_features("reward")
 class RewardConfig(Section):
     """Rewards before credit: the mix of the team's outcome and the actor's own part, turns, and penalties."""
 
@@ -53,14 +57,14 @@ class RewardConfig(Section):
     """Base of ``turn_shaping = "discount"``."""
     invalid_cost: float | None = Field(default=None, ge=0)
     """Cost of a completion that can't be read; by default the task's own."""
-    overlong_buffer: int = Field(default=0, ge=0)
-    """Tokens before its limit in which a completion loses reward (https://arxiv.org/abs/2503.14476, eq. 13)."""
-    overlong_penalty: float = Field(default=1.0, ge=0)
-    """Reward that a completion at its limit loses."""
 
     def of_mix(self) -> dict[str, Any]:
         """Return the keys of :class:`turnwise.arena.RewardMix` that are set."""
-        return self.model_dump(exclude_none=True, exclude={"overlong_buffer", "overlong_penalty"})
+        return self.model_dump(exclude_none=True, include={field.name for field in fields(RewardMix)})
+
+    def of_stages(self) -> list[str]:
+        """Return the keys of stages that are set."""
+        return sorted(self.model_dump(exclude_defaults=True).keys() - {field.name for field in fields(RewardMix)})
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         for alone in run.each:
@@ -100,6 +104,7 @@ class TaskConfig(Section):
     """Rewards of this task; by default those of ``[reward]``."""
 
 
+@with_features("curriculum")
 class CurriculumConfig(Section):
     """Draw of the training questions, by default the task's own."""
 
@@ -122,6 +127,7 @@ class CurriculumConfig(Section):
         return self
 
 
+@with_features("filter")
 class FilterConfig(Section):
     """Samples that don't train; they still count in the statistics of their group."""
 

@@ -13,7 +13,7 @@ from pydantic import Field, PlainValidator, model_validator
 from turnwise.arena import TreeSampler
 from turnwise.credit import registry
 from turnwise.credit.columns import needs_several_attempts
-from turnwise.train.config.base import RunFacts, Section, trial
+from turnwise.settings.section import RunFacts, Section, trial
 from turnwise.train.config.features import required, with_features
 from turnwise.types import CreditCapabilities, capabilities_of
 from turnwise.types.play import MAX_CONCURRENCY
@@ -306,9 +306,9 @@ class LoopConfig(Section):
             )
         cluster = run.config.cluster
         for name, pool in cluster.engines.items() if self.deterministic and cluster.has_engines else ():
-            if pool.engine != "transformers" or pool.options.get("max_batch_rows") != 1:
+            if pool.engine != "transformers" or pool.options.get("max_batch_size") != 1:
                 why = f"answers of the engines {name!r} depend on their batch; use engine = 'transformers' with"
-                yield problem(f"{key}.deterministic", f"{why} options.max_batch_rows = 1", True)
+                yield problem(f"{key}.deterministic", f"{why} options.max_batch_size = 1", True)
         if run.server is not None and run.server.trains_its_sampler and self.max_staleness:
             why = "an update changes this server's samplers too, so tokens would carry a wrong version"
             yield problem(f"{key}.max_staleness", f"expected 0: {why}", self.max_staleness)

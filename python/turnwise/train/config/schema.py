@@ -16,9 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from turnwise.settings.section import Effects, RunFacts, Section, TaskFacts, kept, refused, trial
 from turnwise.train.config import nulls
-from turnwise.train.config.base import Effects, RunFacts, Section, TaskFacts, kept, refused, trial
 from turnwise.train.config.cluster import ClusterConfig, LearnerConfig, ShardingConfig
+from turnwise.train.config.features import check_sections
 from turnwise.train.config.optimization import DistillConfig, LossConfig, UpdateConfig
 from turnwise.train.config.policies import (
     ActorConfig,
@@ -369,13 +370,14 @@ class TrainConfig(Section):
             if getattr(self, key) != default:
                 raise ValueError(f"{key} = {getattr(self, key)!r}: expected none beside [tasks.<name>], which name all")
         for name, one in self.tasks.items():
-            if one.reward is not None and one.reward.overlong_buffer:
-                raise ValueError(
-                    f"tasks.{name}.reward.overlong_buffer: has no effect, set reward.overlong_buffer for all"
-                )
+            for key in one.reward.of_stages() if one.reward is not None else ():
+                raise ValueError(f"tasks.{name}.reward.{key}: has no effect, set reward.{key} for all")
         return self
 
     @model_validator(mode="before")
     @classmethod
     def _restore_nulls(cls, data: Any) -> Any:
         return nulls.restore(data) if isinstance(data, dict) else data
+
+
+check_sections()

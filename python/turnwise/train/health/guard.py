@@ -8,8 +8,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from turnwise.settings.section import RunFacts
 from turnwise.train.callbacks import Callback, TrainerView
-from turnwise.train.config.base import RunFacts
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.health.signals import SIGNALS, Signal, Sums

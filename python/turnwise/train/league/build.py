@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from turnwise.inference.weights.lora import AdaptedModel
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.league.league import MATCHMAKERS, League, Matchmaker

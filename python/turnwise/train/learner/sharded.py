@@ -56,7 +56,7 @@ class ShardedLearner(LocalLearner):
             learner.follow()
     """
 
-    whole = False
+    holds_all_weights = False
     constrained_unsupported_reason = "a sharded model does not renormalise over the allowed tokens yet"
 
     def __init__(
@@ -265,7 +265,7 @@ class ParallelLearner(ShardedLearner):
         try:
             outcomes = self._together(work)
         except BaseException:
-            self.torn = True  # the other groups may have been updated
+            self.partially_updated = True  # the other groups may have been updated
             raise
         metrics = {name: each for updated, _ in outcomes for name, each in updated.metrics.items()}
         for _, progress in outcomes:

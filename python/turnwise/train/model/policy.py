@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.inference.common.hf_model import limit_head, recompute_layers, recomputes, tokens_of
+from turnwise.inference.common.hf_model import count_tokens, limit_head, recompute_layers, recomputes
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.config.schedule import RunPlace
@@ -352,7 +352,7 @@ class Policy:
 
 def limit_heads(policies: Mapping[str, Policy], tokenizer: Any) -> None:
     """Leave the rows of heads that are no tokens out of the distributions of ``policies`` and their references."""
-    rows = tokens_of(tokenizer)
+    rows = count_tokens(tokenizer)
     for policy in policies.values():
         for part in ("model", "reference"):  # a policy of other processes may have neither
             limit_head(getattr(policy, part, None), rows)

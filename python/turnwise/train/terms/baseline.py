@@ -20,7 +20,7 @@ from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.ops import optimal_token_baseline
-from turnwise.train.config.base import RunFacts, Section
+from turnwise.settings.section import RunFacts, Section
 from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy

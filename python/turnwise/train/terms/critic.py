@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.ops import gae, value_loss
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch, pack

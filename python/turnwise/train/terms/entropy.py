@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.terms.term import Added, Part, Term

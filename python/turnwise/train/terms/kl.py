@@ -14,7 +14,7 @@ from turnwise.arena.stages.stage import Stage
 from turnwise.ops import KL
 from turnwise.samples.pack import pack
 from turnwise.samples.training_samples import penalize
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import KLConfig, LossConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import Needs, Read

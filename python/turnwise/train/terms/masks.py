@@ -11,7 +11,7 @@ from torch import Tensor
 
 from turnwise.ops import Rejection, off_policy_mask, rejection_mask, second_moment_mask, top_entropy_mask
 from turnwise.ops.masks import ESTIMATORS, LEVELS
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig, MasksConfig
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.model.policy import Policy

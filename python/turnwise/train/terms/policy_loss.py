@@ -12,7 +12,7 @@ from turnwise.ops import ImportanceCorrection, PolicyLoss, loss_normalizer, poli
 from turnwise.ops.common.layout import RowLayout
 from turnwise.ops.loss.reference import correction_weights
 from turnwise.ops.loss.variants import LOG_RATIO_BOUND
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens

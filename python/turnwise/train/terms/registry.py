@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from turnwise.arena.stages.stage import Stage
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import PolicyLoss, policy_loss
-from turnwise.train.config.base import RunFacts
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.features import FEATURES, required, term_classes
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.schema import TrainConfig

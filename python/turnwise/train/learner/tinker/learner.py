@@ -63,7 +63,7 @@ class TinkerLearner:
     with a gradient that is not finite, so this ends the run.
     """
 
-    whole = False
+    holds_all_weights = False
     constrained_unsupported_reason = "a Tinker server does not renormalise over the allowed tokens"
 
     def __init__(
@@ -79,7 +79,7 @@ class TinkerLearner:
         self.kind = config.learner.server
         self._numbers, self._run = itertools.count(), secrets.token_hex(4)
         self._confirmed = False
-        self.torn = False
+        self.partially_updated = False
 
     # -- updates -------------------------------------------------------------------------------------------------------
     def update(
@@ -99,7 +99,7 @@ class TinkerLearner:
             sent = self._send(batch, parts, terms)
             metrics = {name: self._measure(name, batch, terms, rates[name], each, show) for name, each in sent.items()}
         except BaseException:
-            self.torn = any(policy.updates != before[name] for name, policy in self.policies.items())
+            self.partially_updated = any(policy.updates != before[name] for name, policy in self.policies.items())
             raise
         for name, measured in metrics.items():
             self.policies[name].version += bool(measured.get("updates"))

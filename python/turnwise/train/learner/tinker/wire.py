@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from turnwise.ops import CISPO, GPG, Clip, Reinforce, Variant
-from turnwise.train.config.base import RunFacts, trial
+from turnwise.settings.section import RunFacts, trial
 from turnwise.train.config.cluster import ServerKind
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.terms.loss_types import make_variant

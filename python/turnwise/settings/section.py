@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from turnwise.arena import Episode
 from turnwise.types import Actor, CreditAssigner, EpisodeRequest
 from turnwise.utils.values import problem
 
@@ -47,7 +46,7 @@ class TaskFacts(Protocol):
         ...
 
     @property
-    def episodes(self) -> Mapping[str, Episode]:
+    def episodes(self) -> Mapping[str, Any]:
         """The episodes by type, with the tree of the config."""
         ...
 
@@ -115,7 +114,7 @@ class RunFacts:
         return None
 
     @property
-    def episodes(self) -> Mapping[str, Episode]:
+    def episodes(self) -> Mapping[str, Any]:
         """The episodes of one task; none where they can't be built, which ``[rollout]`` tells."""
         with suppress(ValueError):
             return {} if self.task is None else self.task.episodes
