@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 import subprocess
@@ -102,12 +103,14 @@ def test_every_option(make_batch, kernel, variant, form, level, kl, per_token) -
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_clamps_at_their_bounds(target, variant) -> None:
-    logprobs = torch.tensor([[0.0, 19.9, 20.1, 90.0, -19.9, -20.1, -90.0, 1.0]])
-    for advantage in (1.0, -1.0, 0.0):
-        for kind in KL_ESTIMATORS:
-            arguments = {"logprobs": logprobs, "old_logprobs": torch.zeros(1, 8), "variant": variant}
-            arguments |= {"advantages": torch.tensor([advantage]), "ref_logprobs": -logprobs, "kl": ops.KL(kind, 0.1)}
-            assert_same(run(arguments, target), run(arguments), 1e-5, 1e-6)
+    """Those of a token, and of a row's mean, whose ratio an importance-weighted KL has."""
+    bounds = [0.0, 19.9, 20.1, 90.0, -19.9, -20.1, -90.0, 1.0]
+    cases = [*itertools.product([bounds], (1.0, -1.0, 0.0), KLS), *(([30.0] * 8, 1.0, kl) for kl in KLS[-4:])]
+    for row, advantage, kl in cases:
+        logprobs = torch.tensor([row])
+        arguments = {"logprobs": logprobs, "old_logprobs": torch.zeros(1, 8), "variant": variant, "kl": kl}
+        arguments |= {"advantages": torch.tensor([advantage]), "ref_logprobs": -logprobs}
+        assert_same(run(arguments, target), run(arguments), 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("bound", [80.0, 20.0, 1.0, 1e-3])

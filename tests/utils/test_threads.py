@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from turnwise.utils import threads
 from turnwise.utils.threads import end_program_loop, run_in_program, run_to_end
 
 from .test_output import callers
@@ -136,3 +137,12 @@ def test_the_loop_ends_beside_one_that_runs_in_this_thread() -> None:
     run_in_program(work())
     asyncio.run(other())
     assert loops[0].is_closed() and left[0].cancelled()
+
+
+def test_a_loop_that_is_left_at_the_end_of_a_program_is_closed(monkeypatch) -> None:
+    """Where the names of its module are gone."""
+    loop = threads._Loop()
+    monkeypatch.setattr(threads, "os", None)
+    with pytest.warns(ResourceWarning, match="unclosed event loop"):
+        loop.__del__()
+    assert loop.is_closed()

@@ -177,8 +177,8 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__()
         self.set_default_executor(DaemonThreads("default"))  # of code that calls ``asyncio.to_thread``
 
-    def __del__(self) -> None:
-        if os.getpid() == self._process:  # a forked process would close what its parent waits for
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:  # at the end of a program ``os`` is gone
+        if getpid() == self._process:  # a forked process would close what its parent waits for
             super().__del__()
 
     def run_until_complete(self, future: Any) -> Any:
