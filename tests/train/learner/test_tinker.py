@@ -34,8 +34,8 @@ from turnwise.train.terms.registry import Terms
 from turnwise.train.terms.term import Part
 from turnwise.types import TrainingBatch
 
-from .test_sharded import make_batch as siblings
-from .test_sharded import make_lm
+from .sharded_ranks import make_batch as siblings
+from .sharded_ranks import make_lm
 
 NAMES = ("solver", "reviser")
 UPDATE = {"lr": 3e-3, "schedule": "linear", "min_lr_ratio": 0.1, "warmup": 1, "ppo_epochs": 2, "num_minibatches": 2}
