@@ -20,6 +20,7 @@ def batch(seed: int, rows: int = 6, width: int = 50) -> tuple[Tensor, Tensor, Te
     mask = (torch.arange(width)[None] < lengths) & (torch.rand(rows, width, generator=generator) < 0.7)
     if rows > 2:
         mask[1], mask[2] = False, True
+    mask[:, 100:200], mask[:, 200:250] = False, True  # a tool's answer: blocks without a trained token, amid a row
     return torch.where(mask, rewards, math.nan), torch.where(mask, values, math.nan), mask
 
 
