@@ -231,9 +231,9 @@ class Replayer:
         for name, old, new in (
             ("the turn", step["turn"], call.turn),
             ("the policy", step["policy"], request.policy),
-            ("the seed", info["seed"], sampling.seed),
-            ("the temperature", info["temperature"], sampling.temperature),
-            ("the token limit", info["max_tokens"], sampling.max_tokens),
+            ("the seed", info.get("seed"), sampling.seed),
+            ("the temperature", info.get("temperature"), sampling.temperature),
+            ("the token limit", info.get("max_tokens"), sampling.max_tokens),
         ):
             if old != new:
                 return FirstDifference(name, where, repr(old), repr(new))

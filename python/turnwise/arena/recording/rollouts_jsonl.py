@@ -180,7 +180,7 @@ class EpisodeRecord:
     @property
     def versions(self) -> dict[str, int]:
         """Versions of the policies when the episode began."""
-        return dict(self.row["meta"]["policy_versions"])
+        return dict(self.row["meta"].get("policy_versions", {}))
 
 
 def nodes_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
