@@ -86,10 +86,8 @@ class FakeModelServer:
         return Endpoint(self.url, timeout=timeout)
 
 
-@pytest.mark.parametrize(("place", "most_calls", "most_files"), [("url", 23, 10), ("own server", 24, 11)])
-async def test_one_action_reaches_a_server_in_few_calls(
-    make_trainer, monkeypatch, tmp_path, place, most_calls, most_files
-):
+@pytest.mark.parametrize("place", ["url", "own server"])
+async def test_one_action_reaches_a_server_in_few_calls(make_trainer, monkeypatch, tmp_path, place):
     """From ``Trainer.run`` to the HTTP request, by the client of a config: calls in the client's threads count, too."""
     trainer = make_trainer(steps=1)
     trainer.validation, trainer.arena.episodes["letters"].sampler = None, None
@@ -134,4 +132,4 @@ async def test_one_action_reaches_a_server_in_few_calls(
     longest = max(asked, key=len)
     files = {call.partition(" ")[0] for call in longest}
     assert longest[0] == "train/loop.py run" and "arena/arena.py call_model" in longest
-    assert len(longest) <= most_calls and len(files) <= most_files, "\n".join(longest)
+    assert len(longest) <= 23 and len(files) <= 10, "\n".join(longest)

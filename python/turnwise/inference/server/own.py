@@ -130,6 +130,8 @@ class VLLMClient(RoutingClient):
             self._stop_servers()
             raise
         super().__init__({name: clients[name] for name in models})
+        if len(groups) == 1:
+            self.generate = pool.generate  # type: ignore[method-assign]  # there is nothing to route
 
     async def close(self) -> None:
         """Fail all waiting and running requests, and end the servers. May be called again."""
