@@ -141,8 +141,8 @@ async def play_turnwise(client: InferenceClient, sessions: int, calls: int) -> P
         return 1.0
 
     def note(session: GatewaySession) -> None:
-        [seat] = session.seats.values()
-        played.own.append(1e3 * seat.own_seconds / seat.calls)
+        [endpoint] = session.endpoints.values()
+        played.own.append(1e3 * endpoint.own_seconds / endpoint.calls)
 
     arena = Arena(client, sampling=Sampling(max_tokens=64))
     arena.add_actor(Actor("solver"))

@@ -37,7 +37,7 @@ from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import pack
 from turnwise.train.terms.routing_replay import NAME, ExpertsToReplay, StreamExperts
-from turnwise.types import ModelRequest, ModelResponse, RoutedExperts, Sample, Sampling
+from turnwise.types import ModelRequest, ModelResponse, RoutedExperts, Sample, Sampling, StepFacts
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 4,
@@ -141,7 +141,7 @@ def measure(model: Any, responses: Sequence[ModelResponse]) -> dict[str, Any]:
     samples = [
         Sample(n, "bench", "actor", 0, 0, None, f"r{n}", 0, "default", r.prompt_token_ids, r.completion_token_ids,
                r.logprobs, r.policy_versions, 0.0, 0.0, 1.0,
-               info={} if r.routed_experts is None else {"routed_experts": r.routed_experts})
+               facts=StepFacts(routed_experts=r.routed_experts))
         for n, r in enumerate(responses)
     ]  # fmt: skip
     forward = Forward(model, "packed")

@@ -30,7 +30,7 @@ from turnwise.cluster.members import events_file
 from turnwise.train.config.toml import to_toml
 from turnwise.train.validate import config_from_dict
 
-ENGINE = {"count": 2, "cpus": 0, "engine": "transformers", "options": {"max_batch_rows": 1}}
+ENGINE = {"count": 2, "cpus": 0, "engine": "transformers", "options": {"max_batch_size": 1}}
 CLUSTER: dict[str, Any] = {
     "backend": "ray",
     "trust_network": True,

@@ -13,7 +13,6 @@ import torch
 from turnwise.inference import TransformersClient
 from turnwise.run.build import Run, build_run
 from turnwise.tasks.two_player import SEATS
-from turnwise.train.league.league import MARK
 from turnwise.train.validate import config_from_dict
 from turnwise.types import ModelRequest, Sampling, Step
 
@@ -68,7 +67,7 @@ def test_past_adapters_play_with_the_weights_that_they_had(tmp_path: Path) -> No
     run.train()
     checked, by_last = set(), []
     for result in seen:
-        member, seat = result.rollout.meta[MARK]["member"], result.rollout.meta[MARK]["seat"]
+        member, seat = result.rollout.facts.league["member"], result.rollout.facts.league["seat"]
         for step in result.rollout.steps:
             assert (step.policy == seat) == (step.actor_id == seat) == step.trainable
             if step.trainable or (member, step.actor_id) in checked:

@@ -196,7 +196,7 @@ def test_a_rank_on_the_cpu_gives_each_freed_mebibyte_back(warm_python: str) -> N
     [
         ({"replicas": 3}, "config key 'sharding.replicas' = 3: expected a divisor of the 2 processes"),
         ({"replicas": 2, "parallel": True}, "expected one of them, got both"),
-        ({"offload": True}, "config key 'sharding.offload' = True: expected a GPU, got the device 'cpu'"),
+        ({"offload": True}, "config key 'sharding.offload' = true: expected a GPU, got the device 'cpu'"),
     ],
 )
 def test_settings_that_do_not_fit_the_ranks_are_refused(monkeypatch, settings: dict[str, Any], told: str) -> None:
@@ -213,7 +213,7 @@ LATE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "replicas": ({"sharding": {"replicas": 3}}, "'sharding.replicas' = 3: expected a divisor of the 2 processes"),
     "both": ({"sharding": {"replicas": 2, "parallel": True}}, "expected one of them, got both"),
-    "offload": ({"sharding": {"offload": True}}, "'sharding.offload' = True: expected a GPU"),
+    "offload": ({"sharding": {"offload": True}}, "'sharding.offload' = true: expected a GPU"),
 }
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from turnwise.run import build
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
@@ -226,3 +228,62 @@ def test_attempts_that_nothing_is_compared_with_are_refused_before_a_model_is_lo
 @pytest.mark.parametrize("case", TRAINS)
 def test_attempts_that_train_alone_are_not_refused(tmp_path, case):
     assert dry_run(config_from_dict({"run_dir": str(tmp_path), **TRAINS[case]}))
+
+
+TARGETS: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": ({"patience": 3}, "got 1?[0-9]+ prompts and 256 rows"),
+    "held out": ({"min_entropy": 0.1, "held_out": 15, "steps": 20}, "and 15 rows"),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_target_without_held_out_rows_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(build, "load_models", lambda *_, **__: pytest.fail("models were loaded"))
+    settings, told = TARGETS[case]
+    warm = {"steps": 1, **settings}
+    config = config_from_dict({"run_dir": str(tmp_path), "rollout": {"group_size": 2}, "warm_start": warm})
+    for start in (train_from_config, dry_run):
+        with pytest.raises(ConfigError, match=f"'warm_start': warm_start.{next(iter(settings))}=.*160 .*{told}"):
+            start(config)
+
+
+POOL = {"engine": "transformers", "options": {"max_batch_size": 4}}
+STATIC = {"backend": "static", "arena": {"count": 2}}
+UNFIT = {
+    "policies": ({"policies": {"default": {"trainable": False}}}, "none is trainable, so 100 steps would train"),
+    "rollout.server.url": (
+        {"rollout": {"client": "vllm", "server": {"url": {"other": "http://gpu1:8000"}}}},
+        r"expected one for each of \['default'\]",
+    ),
+    "cluster.engines": (
+        {"cluster": {"backend": "ray", "engines": {"main": {**POOL, "policies": ["other"]}}}},
+        "policy 'default' is in none",
+    ),
+    "loop.deterministic": (
+        {"cluster": {"backend": "ray", "engines": {"main": POOL}}, "loop": {"deterministic": True}},
+        "answers of the engines 'main' depend on their batch",
+    ),
+    "checkpoint.save_running_episodes": (
+        {"cluster": STATIC, "checkpoint": {"save_running_episodes": True}},
+        "expected false with workers that play episodes",
+    ),
+    "rollout.max_concurrency": ({"cluster": STATIC, "rollout": {"max_concurrency": 1}}, "expected at least 2, as each"),
+    "credit.rule": ({"credit": {"rule": "vine"}}, "the rule takes the values of states from the branches"),
+    "filter.dynamic_sampling_rounds": (
+        {"credit": {"rule": "rae"}, "filter": {"dynamic_sampling_rounds": 1}},
+        "RAECredit learns from each batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", UNFIT)
+def test_a_dry_run_and_a_run_refuse_the_same_before_a_model_is_loaded(tmp_path, monkeypatch, key):
+    monkeypatch.setattr(build, "load_models", lambda *_, **__: pytest.fail("models were loaded"))
+    changes, told = UNFIT[key]
+    config = TrainConfig.model_validate({"run_dir": str(tmp_path), **changes})
+    said = []
+    for start in (dry_run, train_from_config):
+        with pytest.raises(ConfigError, match=rf"config key '{key}'.*{told}") as error:
+            start(config)
+        said.append([line for line in str(error.value).splitlines() if f"'{key}'" in line])
+    assert said[0] == said[1] and len(said[0]) == 1

@@ -14,7 +14,7 @@ from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import resolve_config, task_of
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.validate import config_from_dict, load_config
-from turnwise.types import GenerateResult, Rollout, Sample, Step
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Sample, Step
 
 from .trained import SMALL, equal, lines_of, rows_of
 
@@ -96,7 +96,7 @@ def played(task, *lengths):
         )
         for length in lengths
     ]  # fmt: skip
-    return GenerateResult(Rollout("r", task, "q", meta={"task": task}, steps=steps))
+    return GenerateResult(Rollout("r", task, "q", facts=RolloutFacts(task=task), steps=steps))
 
 
 def sample(top, tokens, advantage, **more):

@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("skyrl-jax", {"update": {"max_grad_norm": 0.5}}, "'update.max_grad_norm' = 0.5: .* from its own settings"),
     ("skyrl-jax", {"update": {"weight_decay": 0.1}}, "'update.weight_decay' = 0.1: it would also shrink the other"),
     ("skyrl-jax", {"loop": {"max_staleness": 1}}, "'loop.max_staleness' = 1: expected 0: an update changes this"),
-    ("hosted", {"loop": {"max_staleness": 1, "in_flight_updates": True}}, "'loop.in_flight_updates' = True: a request"),
+    ("hosted", {"loop": {"max_staleness": 1, "in_flight_updates": True}}, "'loop.in_flight_updates' = true: a request"),
     ("hosted", {"warm_start": {"steps": 5}}, "'warm_start.steps' = 5: no model is here to start"),
     ("hosted", {"sharding": {"offload": True}}, "'sharding' = {'offload': True}: no model is here"),
 ]
@@ -94,7 +94,7 @@ def test_a_policy_is_an_adapter_as_servers_make_it(policy: dict[str, Any], messa
 
 
 def test_full_weights_several_bases_and_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"'policies.default.lora' = None: a Tinker server trains adapters"):
+    with pytest.raises(ConfigError, match=r"'policies.default.lora' = unset: a Tinker server trains adapters"):
         dry_run(config_of(policy_sharing="shared", policies={"default": {"path": "some/model"}}))
     bases = {"default": {"path": "some/model", "lora": {}}, "reviser": {"path": "other/model"}}
     with pytest.raises(ConfigError, match=r"'policies.\*.path' = \['other/model', 'some/model'\]: expected one base"):

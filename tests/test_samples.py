@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnwise.samples.collect import collect_samples
-from turnwise.types import GenerateResult, Rollout, Step
+from turnwise.types import GenerateResult, Rollout, Step, StepFacts
 
 
 def step(actor: str | None = "solver", **fields: Any) -> Step:
@@ -31,8 +31,8 @@ def result(name: str, steps: list[Step], rewards: dict[str, float], **fields: An
 
 
 def test_every_field_comes_across() -> None:
-    info = {"temperature": 0.7, "loss_mask": [1, 0]}
-    given = step(turn=2, branch=3, tree_node=5, policy="p", reward=0.25, group=("g",), info=info)
+    own = {"info": {"loss_mask": [1, 0]}, "facts": StepFacts(temperature=0.7)}
+    given = step(turn=2, branch=3, tree_node=5, policy="p", reward=0.25, group=("g",), **own)
     [sample] = collect_samples([result("r", [given], {"solver": 1.0}, group_id="q-1", parent_id="top")])
     assert (sample.group_id, sample.episode_type, sample.actor) == ("q-1", "solve", "solver")
     assert (sample.turn, sample.branch, sample.tree_node, sample.parent_rollout_id) == (2, 3, 5, "top")
@@ -41,7 +41,7 @@ def test_every_field_comes_across() -> None:
     assert (sample.rollout_logprobs, sample.policy_versions) == ([-0.1, -0.2], [(2, 7)])
     assert (sample.reward, sample.trajectory_reward) == (0.25, 1.0)
     assert (sample.temperature, sample.loss_mask) == (0.7, [1, 0])
-    assert sample.info is given.info
+    assert sample.info is given.info and sample.facts is given.facts
     # The rollout's reward stands in for the steps.
     first, second = collect_samples([result("r", [step(), step(reward=0.5)], {"solver": 1.0})])
     assert (first.reward, second.reward, second.trajectory_reward) == (1.0, 0.5, 1.0)

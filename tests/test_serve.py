@@ -313,7 +313,7 @@ def test_what_the_transformers_engine_is_told(tmp_path: Path) -> None:
     sizes = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16", **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    how: dict[str, Any] = {"max_batch_rows": 1, "adapter_slots": 2, "adapter_rank": 8, "dummy_weights": True}
+    how: dict[str, Any] = {"max_batch_size": 1, "adapter_slots": 2, "adapter_rank": 8, "dummy_weights": True}
     settings = ServeSettings(
         str(tmp_path), engine="transformers", adapters={"critic": tmp_path}, engine_args={"device": "cpu"}, **how
     )
@@ -331,8 +331,7 @@ def test_what_the_transformers_engine_is_told(tmp_path: Path) -> None:
     [
         ({"engine": "tgi"}, "engine='tgi': expected one of vllm, transformers"),
         ({"engine": "transformers", "kv_cache_gb": 2}, "kv_cache_gb=2: expected engine='vllm', got 'transformers'"),
-        ({"max_batch_rows": 4}, "max_batch_rows=4: expected engine='transformers', got 'vllm'"),
-        ({"engine": "transformers", "max_batch_rows": 0}, "max_batch_rows=0: expected more than 0"),
+        ({"engine": "transformers", "max_batch_size": 0}, "max_batch_size=0: expected more than 0"),
         ({"engine": "transformers", "engine_args": {"seed": 1}}, r"args\['seed'\]: expected one of device, dtype"),
         ({"port": 70000}, "port=70000"),
         ({"kv_cache_gb": 0}, "kv_cache_gb=0"),
@@ -355,8 +354,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert cli.main(["serve", "m", *words]) == 0
     given = {"max_model_len": 64, "enforce_eager": True}
     assert seen == [ServeSettings("m", kv_cache_gb=2.0, engine_args=given, allowed_hosts=("gpu1",))]
-    assert cli.main(["serve", "m", "--engine", "transformers", "--max-batch-rows", "2", "--dummy-weights"]) == 0
-    assert seen[1:] == [ServeSettings("m", engine="transformers", max_batch_rows=2, dummy_weights=True)]
+    assert cli.main(["serve", "m", "--engine", "transformers", "--max-batch-size", "2", "--dummy-weights"]) == 0
+    assert seen[1:] == [ServeSettings("m", engine="transformers", max_batch_size=2, dummy_weights=True)]
     assert cli.main(["serve", "m", "--host", "0.0.0.0", "--api-key-env", "NO_SUCH_KEY"]) == 2
     assert "api_key_env" in capsys.readouterr().err
     assert cli.main(["serve", "m", "--adapters", "critic"]) == 2

@@ -144,3 +144,14 @@ def notes_of(trainer: Any) -> list[str]:
     notes: list[str] = []
     trainer.log.note = notes.append
     return notes
+
+
+def save_tiny(folder, texts="0123456789 grid", **sizes):
+    """A small model on disk with a tokenizer that is the same for equal ``texts``."""
+    from turnwise.tasks.tiny import build_model, build_tokenizer
+
+    tokenizer = build_tokenizer([texts] * 3, vocab_size=270)
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 1024, **sizes}
+    build_model(tokenizer, **sizes).save_pretrained(folder)
+    return str(folder)

@@ -2,72 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cells import HERE, RESULTS, SEEDS, SWEEP_SEEDS, Cell, Settings, SeveralWarmStart, WarmStart, merged, read_results
-
-from turnwise.train.config.toml import raw_settings
-
-EXAMPLES = HERE.parent.parent / "examples"
-RATES = (2.5e-4, 5e-4, 1e-3)
-"""Learning rates of the sweep."""
-SHARED_RATES = {"best": "first", "mixed": "first"}
-"""Selections of a tree that use the rate of another one: the batches have the same size and the same credit."""
-
-COPIES: Settings = {"rollout": {"group_size": 8, "branches": 1}}
-"""Eight whole episodes of each question."""
-
-
-def tree(select: str, **more: Any) -> Settings:
-    """Eight branches at each action, one of which goes on."""
-    return {"rollout": {"group_size": 1, "branches": 8, "tree": {"select": select, **more}}}
-
-
-def credit(rule: str, **options: Any) -> Settings:
-    return {"credit": {"rule": rule, "options": options}}
-
-
-BASE: Settings = {
-    "steps": 100_000,
-    "rollout": {"prompts_per_step": 64, "temperature": 1.0},
-    "update": {"min_lr_ratio": 0.1, "num_minibatches": 3},
-    "eval": {"every": 5, "num_prompts": 300},
-}
-"""Settings of all cells. ``steps`` never ends a run: ``max_sampled_tokens`` does."""
-
-
-rows_of = functools.cache(read_results)
-
-
-def swept(setting: str, contender: str) -> float:
-    """Return the learning rate of the sweep with the best validation in the mean of its runs and their curves, so that
-    a rate that learns sooner wins where several end equal. 5e-4 if it was not swept."""
-    setting = "drill" if setting.startswith("drill") else setting
-    found: dict[str, dict[float, list[float]]] = {}
-    for row in rows_of(RESULTS / "sweep.jsonl"):
-        _, its_setting, its_contender, _ = row["cell"].split("/")
-        name, _, rate = its_contender.partition("@")
-        if its_setting == setting and rate:
-            values = found.setdefault(name, {}).setdefault(row["learning_rate"], [])
-            values += [value for _, value in row["curve"][1:]]
-    head, _, select = contender.rpartition("-")
-    rates = found.get(contender) or found.get(f"{head}-{SHARED_RATES.get(select, select)}") or {}
-    return max(rates, key=lambda rate: (sum(rates[rate]) / len(rates[rate]), -rate)) if rates else 5e-4
-
-
-def cells_of(
-    question: str, setting: str, base: Settings, contenders: Mapping[str, Settings], seed: int, warm: WarmStart | None
-) -> list[Cell]:
-    """Return one cell per contender, each at its own best learning rate."""
-    return [
-        Cell(question, setting, name, seed, merged(base, {"update": {"lr": swept(setting, name)}}, changed), warm)
-        for name, changed in contenders.items()
-    ]
-
+from cells import SEEDS, SWEEP_SEEDS, Cell, Settings, SeveralWarmStart, WarmStart, merged
+from from_examples import real, sub_agents
+from shared import BASE, COPIES, EXAMPLES, RATES, SHARED_RATES, cells_of, credit, tree
 
 # ---------------------------------------------------------------------------------------------------------------------
 # When is a team better than one agent?
@@ -549,83 +491,6 @@ def several(seed: int) -> list[Cell]:
         alone = {"tasks": {task: BOTH[task]}, "rollout": {"prompts_per_step": 24}, "max_sampled_tokens": tokens}
         made[task, "alone"] = merged(base, alone)
     return [Cell("several", *names, seed, config, start) for names, config in made.items()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Do sub-agents learn from rewards of their own?
-# ---------------------------------------------------------------------------------------------------------------------
-def sub_agents(seed: int) -> list[Cell]:
-    """``examples/sub_agents.toml``, where each sub-agent has its own reward, or takes that of its attempt."""
-    if seed not in SEEDS[:2]:
-        return []
-    example = raw_settings(EXAMPLES / "sub_agents.toml")
-    base = merged({key: value for key, value in example.items() if key != "run_dir"}, {"max_sampled_tokens": 20_000})
-    contenders: dict[str, Settings] = {
-        "untrained": {"steps": 0},
-        "own-reward": {"steps": 100_000},
-        "inherited": {"steps": 100_000, "task": "gateway:examples.sub_agents:inheriting"},
-    }
-    return [Cell("sub_agents", "two-parts", name, seed, merged(base, changed)) for name, changed in contenders.items()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Does a real model learn?
-# ---------------------------------------------------------------------------------------------------------------------
-ADAPTERS: Settings = {
-    "policy_sharing": "lora_per_actor",
-    "policies": {"default": {"lora": {"rank": 16}}},
-    "update": {"lr": 2e-4},
-}
-"""A LoRA for each agent."""
-
-
-PAIR: Settings = {
-    "policy_sharing": "model_per_actor",
-    "policies": {
-        f"trained_{actor}": {"path": f"runs/smollm2-pair/policies/{actor}"} for actor in ("describer", "guesser")
-    },
-    "actors": {actor: {"teacher": f"trained_{actor}"} for actor in ("describer", "guesser")},
-}
-"""Two students, each with a teacher of its own: ``turnwise train examples/smollm2/views.toml --policy_sharing
-model_per_actor --run_dir runs/smollm2-pair`` leaves the teachers."""
-
-
-def real(seed: int) -> list[Cell]:
-    """SmolLM2-135M as ``examples/smollm2`` trains it. Needs ``make model``, and the frameworks beside turnwise.
-
-    ``distilled`` also needs the teacher that ``turnwise train examples/smollm2/views.toml`` leaves.
-    """
-    distill = raw_settings(EXAMPLES / "smollm2" / "distill.toml")
-    untrained: Settings = {"steps": 0}
-    views: dict[str, Settings] = {
-        **{"untrained": untrained, "team": {}, "team-grpo": {"credit": {"rule": "grpo"}}},
-        "half-view": {"task_options": {"actors": ["guesser"]}},
-        "adapters": ADAPTERS,
-    }
-    settings = {"frameworks": {"untrained": untrained, "team": {}}, "views": views}
-    if seed in SEEDS[:2]:
-        changed: dict[str, Settings] = {
-            "team": {},
-            "team-verdict": {"task_options": {"verdict": 0.5}},
-            "solver-alone": {"task_options": {"actors": ["solver"]}},
-        }
-        # With one thread each, two cells run side by side.
-        settings["verifier"] = {
-            name: merged({"threads": 1}, more) for name, more in {"untrained": untrained, **changed}.items()
-        }
-        settings["kuhn_poker"] = {"rae": {}}
-        own = {actor: {"teacher": "default"} for actor in ("describer", "guesser")}
-        views["own-teacher"] = {"actors": own, "distill": {"hint": "best", "add_to_reward": True}}
-        views["own-teacher-tenth"] = {"actors": own, "distill": {"hint": "best", "add_to_reward": True, "coef": 0.1}}
-        distilled = views["distilled"] = {key: value for key, value in distill.items() if key != "run_dir"}
-        views["distilled-pair"] = {**distilled, **PAIR}
-        views["distilled-pair-top-k"] = {**distilled, **PAIR, "distill": {"top_k": 16}}
-    made = []
-    for name, contenders in settings.items():
-        example = raw_settings(EXAMPLES / "smollm2" / f"{name}.toml")
-        del example["run_dir"]
-        made += [Cell("real", name, who, seed, merged(example, more)) for who, more in contenders.items()]
-    return made
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 
 from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, json_line, plain_result
 from turnwise.replay.diff import first_difference
-from turnwise.replay.replayer import DeadlockDetectingLoop, Replayer, replay_episode
+from turnwise.replay.idle_loop import DeadlockDetectingLoop
+from turnwise.replay.replayer import Replayer, replay_episode
 
 
 def row_of(result) -> dict[str, Any]:

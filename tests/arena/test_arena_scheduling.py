@@ -121,7 +121,7 @@ def test_a_proposer_spawns_solvers_grouped_by_parent(make_arena, retain):
         assert parent.rollout.rewards["proposer"] == pytest.approx(1 - abs(2 * passed - 1))
     ids = [result.rollout.id for top in arena.last_results for result in top.walk()]
     assert len(set(ids)) == 10
-    seeds = [step.info["seed"] for top in arena.last_results for r in top.walk() for step in r.rollout.steps]
+    seeds = [step.facts.seed for top in arena.last_results for r in top.walk() for step in r.rollout.steps]
     assert len(set(seeds)) == 10
 
 
@@ -138,7 +138,7 @@ def test_untrainable_children_stay_out_and_trainable_children_of_an_untrainable_
 
 def test_children_inherit_the_policy_version_and_priority(make_arena):
     [result] = run(nested(make_arena), EpisodeRequest("propose", "sums", meta={"tag": 1}))
-    versions = [node.rollout.meta["policy_versions"] for node in result.walk()]
+    versions = [node.rollout.facts.policy_versions for node in result.walk()]
     assert versions == [{"default": 7}] * 5
     assert "tag" in result.rollout.meta and "tag" not in result.children[0].rollout.meta
 

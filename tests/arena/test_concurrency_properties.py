@@ -167,7 +167,7 @@ class Ledger:
 
 
 def name_of(rollout):
-    return rollout.meta["batch"], rollout.artifact["tag"], rollout.meta.get("attempt", 0)
+    return rollout.meta["batch"], rollout.artifact["tag"], rollout.facts.attempt
 
 
 async def worth(rollout, arena):

@@ -10,7 +10,7 @@ import pytest
 from turnwise.arena import Arena, ArtifactStore, Rubric, SingleTurnEpisode
 from turnwise.arena.stores.contents import attempts_of, mean_reward
 from turnwise.credit import GRPOCredit
-from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout, Step
+from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout, RolloutFacts, Step
 
 from .helpers import nested
 
@@ -74,7 +74,7 @@ def test_failed_and_dropped_episodes_are_no_attempts():
     step = Step("solver", 0, [], "", [1], [2], [0.0], [(1, 0)], "stop", advantage=-2.0)
     good = Rollout("r0", "e", Artifact("a", 1), [step], {"left": 3.0, "right": -1.0})
     failed = Rollout("r1", "e", Artifact("a", 1), error="traceback")
-    dropped = Rollout("r2", "e", Artifact("a", 1), meta={"dropped": "raised"})
+    dropped = Rollout("r2", "e", Artifact("a", 1), facts=RolloutFacts(dropped="raised"))
     named = Rollout("r3", "e", {"any": "thing"}, rewards={"solver": -1.0}, meta={"artifact_id": "b"})
     unknown = Rollout("r4", "e", "text", rewards={"solver": 1.0})
     tree = GenerateResult(good, children=[GenerateResult(r) for r in (failed, dropped, named, unknown)])

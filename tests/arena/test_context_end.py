@@ -157,7 +157,7 @@ def test_results_of_tools_may_be_too_long(long: int, ended: str, rounds: list[in
     assert (result.rollout.error, result.rollout.meta["ended"]) == (None, ended)
     assert [step.info["round"] for step in steps if step.turn == 1] == rounds
     asked = steps[1]
-    assert asked.trainable and asked.info["tool_calls"] == ["ok"]
+    assert asked.trainable and asked.facts.tool_calls == ["ok"]
     assert asked.reward == (len(steps[2].completion) if long == 1 else len(asked.completion)) / 100
 
 
@@ -262,7 +262,7 @@ def test_an_answer_that_nothing_pays_after_the_end_does_not_train() -> None:
 
     [result] = play(arena_of(Pair(), failure_threshold=1.0))
     assert result.rollout.error is None and result.rollout.meta["ended"] == "context"
-    assert not result.rollout.steps[0].trainable and "no room in the context" in result.rollout.steps[0].info["error"]
+    assert not result.rollout.steps[0].trainable and "no room in the context" in result.rollout.steps[0].facts.error
 
 
 @pytest.mark.parametrize("client_limit", [False, True])

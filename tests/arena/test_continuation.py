@@ -49,12 +49,12 @@ def test_a_chain_is_played_in_order_and_stands_among_the_children_of_its_first(m
     assert [node.rollout.artifact for node in result.walk()] == [("q", 0), ("q", 1), ("q", 2)]
     assert {node.parent_id for node in result.walk()} == {None}, "one level"
     assert result.continuation == [ask("q", 1)] and result.children[-1].continuation == []
-    assert len({node.rollout.steps[0].info["seed"] for node in result.walk()}) == 3, "each has luck of its own"
+    assert len({node.rollout.steps[0].facts.seed for node in result.walk()}) == 3, "each has luck of its own"
     [evaluated] = asyncio.run(arena.evaluation().generate_rollouts([ask("q")]))
     assert [node.rollout.id for node in evaluated.walk()] == ids and arena.started == 1
     again = rounds(make_arena)
-    assert [n.rollout.steps[0].info["seed"] for n in run(again, ask("q"))[0].walk()] == [
-        node.rollout.steps[0].info["seed"] for node in result.walk()
+    assert [n.rollout.steps[0].facts.seed for n in run(again, ask("q"))[0].walk()] == [
+        node.rollout.steps[0].facts.seed for node in result.walk()
     ]
 
 
@@ -102,7 +102,7 @@ def test_an_episode_that_failed_is_not_continued_and_one_that_is_tried_again_onc
     assert "no idea what next" in failed.rollout.error and not failed.children and not failed.continuation
     tries = iter(range(9))
     [result] = run(rounds(make_arena, episode=Shaky(), retries=1), ask("q"))
-    assert result.rollout.meta["attempt"] == 1 and len(list(result.walk())) == 3
+    assert result.rollout.facts.attempt == 1 and len(list(result.walk())) == 3
 
 
 @pytest.mark.parametrize(

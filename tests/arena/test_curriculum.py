@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from turnwise.arena import Arena, Filters
-from turnwise.arena.stages.curriculum import CURRICULUM, Curriculum, CurriculumStage
+from turnwise.arena.stages.curriculum import Curriculum, CurriculumStage
 from turnwise.credit import GRPOCredit
-from turnwise.types import EpisodeRequest, GenerateResult, Rollout
+from turnwise.types import EpisodeRequest, GenerateResult, Rollout, RolloutFacts
 
 from .helpers import Guess
 
@@ -39,9 +39,9 @@ def played(curriculum, batch, successes, **rollout):
     results = []
     for name, values in successes.items():
         for value in values:
-            meta = {CURRICULUM: {"question": ids[name], "batch": batch}}
+            facts = RolloutFacts(curriculum={"question": ids[name], "batch": batch})
             metrics = {} if value is None else {METRIC: value}
-            results.append(GenerateResult(Rollout("r", "guess", name, metrics=metrics, meta=meta, **rollout)))
+            results.append(GenerateResult(Rollout("r", "guess", name, metrics=metrics, facts=facts, **rollout)))
             results[-1].group_id = name
     return results
 
@@ -81,7 +81,7 @@ def test_draws_follow_the_weights_and_are_different_questions():
     requests = curriculum.draw(1, 9, 3, 2)
     assert len(requests) == 6 and len({request.artifact for request in requests}) == 3
     assert len({request.group_id for request in requests}) == 3 and len({request.seed for request in requests}) == 6
-    note = next(request.meta[CURRICULUM] for request in requests if request.artifact == "a")
+    note = next(request.facts.curriculum for request in requests if request.artifact == "a")
     assert note["batch"] == 1 and note["p"] == 0.5
     assert requests == curriculum.draw(1, 9, 3, 2), "equal draws are equal"
     repeated = curriculum.draw(1, 9, 6, 1)
@@ -190,13 +190,13 @@ def test_extra_batches_draw_from_the_same_rates_and_are_learned_from(make_arena)
     arena.add_stage(CurriculumStage(curriculum_of("abcdefgh")))
     batch = asyncio.run(arena.step())
     assert batch.metrics["extra_batches"] == 2 and batch.metrics["resampled_groups"] == 4
-    notes = [result.rollout.meta[CURRICULUM] for result in arena.last_results]
+    notes = [result.rollout.facts.curriculum for result in arena.last_results]
     assert len(notes) == 12 and {note["batch"] for note in notes} == {0} and not any("p" in note for note in notes)
     seen = len({note["question"] for note in notes})
     assert batch.metrics["curriculum/seen"] == batch.metrics["curriculum/always"] == seen
     saved = json.loads(json.dumps(arena.state_dict()))
     second = asyncio.run(arena.step())
-    notes = [result.rollout.meta[CURRICULUM] for result in arena.last_results]
+    notes = [result.rollout.facts.curriculum for result in arena.last_results]
     drawn = [note["p"] for note in notes if "p" in note]
     assert second.metrics.get("curriculum/drawn_p", 1.0) == 1.0 and set(drawn) <= {1.0}
     assert {note["batch"] for note in notes} == {1}

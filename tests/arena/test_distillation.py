@@ -138,7 +138,7 @@ async def test_calls_under_a_grammar_have_no_teacher(taught, scores):
         async def rollout(self, arena, artifact, state=None):
             state = await super().rollout(arena, artifact, state)
             if state.last_completion_text == "1":
-                state.trajectory[-1].info["grammar"] = "any"
+                state.trajectory[-1].facts.grammar = "any"
             return state
 
     arena = taught(Constrained(), scores=scores)

@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.arena import Arena, Filters
 from turnwise.credit import GRPOCredit, HierarchyCredit, RAECredit
-from turnwise.types import EpisodeRequest
+from turnwise.types import EpisodeRequest, RequestFacts
 
 from .helpers import Guess, columns, nested
 
@@ -40,7 +40,7 @@ DRAWS = (["even1", "odd1", "even2"], ["even3", "odd2"], ["odd3", "odd4", "even4"
 
 
 def informative_groups(arena):
-    return [top.group_id for top in arena.last_results[::2] if "drop_reason" not in top.rollout.meta]
+    return [top.group_id for top in arena.last_results[::2] if top.rollout.facts.drop_reason is None]
 
 
 def test_questions_are_drawn_until_as_many_say_something(make_arena):
@@ -86,7 +86,7 @@ def test_a_question_whose_spawned_episodes_say_something_is_kept_whole(make_aren
     draws = iter([["easy1", "hard1"], ["hard2", "hard3"]])
     arena.source = lambda: [EpisodeRequest("propose", topic, seed=1) for topic in next(draws)]
     batch = asyncio.run(arena.step())
-    assert [top.group_id for top in arena.last_results if "drop_reason" not in top.rollout.meta] == ["hard1", "hard2"]
+    assert [top.group_id for top in arena.last_results if top.rollout.facts.drop_reason is None] == ["hard1", "hard2"]
     assert len(batch) == 8 and batch.actors == ["solver"], "the eight solvers of both hard questions"
     assert batch.dropped == {"alone": 2, "resample": 5, "over_quota": 5}, "hard3 is over, and its solvers with it"
     assert batch.metrics["episodes"] == 20 and batch.metrics["informative_groups"] == 2
@@ -139,7 +139,7 @@ def test_each_of_several_tasks_keeps_as_many_questions_as_it_has_in_the_first_dr
 
     def source():
         return [
-            EpisodeRequest("guess", question, seed=copy, meta={"task": task})
+            EpisodeRequest("guess", question, seed=copy, facts=RequestFacts(task=task))
             for task, question in left.pop(0)
             for copy in (1, 2)
         ]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copyreg
+import hashlib
+import io
+import json
 import os
 import pickle
 import random
@@ -15,6 +19,7 @@ from turnwise.arena import EpisodeCheckpoints, Filters, MultiTurnEpisode, Rubric
 from turnwise.credit import GRPOCredit
 from turnwise.state import ForkableMixin, to_python
 from turnwise.types import EpisodeRequest
+from turnwise.types.facts import WithFacts
 
 
 def kill() -> NoReturn:
@@ -143,6 +148,33 @@ def test_a_finished_batch_is_not_played_again_and_an_earlier_one_is_forgotten(ma
     assert {path.name[:3] for path in tmp_path.glob("*.episode")} == {"e0-", "e1-"}
     play(again, 1)
     assert {path.name[:3] for path in tmp_path.glob("*.episode")} == {"e2-"}
+
+
+class Before(pickle.Pickler):
+    """Writes steps, rollouts and requests as they were before facts had fields."""
+
+    def reducer_override(self, thing):
+        if not isinstance(thing, WithFacts):
+            return NotImplemented
+        return copyreg.__newobj__, (type(thing),), (None, thing.recorded())
+
+
+def test_a_file_from_before_facts_had_fields_is_read(make_arena, tmp_path):
+    arena = game(make_arena, sampler=TreeSampler(3, select="none"))
+    arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    expected = [result.rollout for result in play(arena)]
+    with (tmp_path / "manifest.jsonl").open("a") as manifest:
+        for path in tmp_path.glob("*.episode"):
+            version, saved = pickle.loads(path.read_bytes())
+            saved["meta"] |= saved.pop("facts").known()
+            Before(stream := io.BytesIO(), 5).dump((version, saved))
+            path.write_bytes(stream.getvalue())
+            said = {"file": path.name, "sha256": hashlib.sha256(stream.getvalue()).hexdigest()}
+            manifest.write(json.dumps(said) + "\n")
+    again = game(make_arena, sampler=TreeSampler(3, select="none"))
+    again.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    assert [result.rollout for result in play(again)] == expected and len(again.client.requests) == 0
+    assert expected[0].facts.policy_versions == {"default": 7} and expected[0].steps[0].facts.seed is not None
 
 
 def test_a_batch_killed_in_its_second_draw_keeps_the_first(make_arena, tmp_path):

@@ -12,7 +12,6 @@ import pytest
 from turnwise.arena import Distillation, MultiTurnEpisode, OverlongPenalty, Rubric, Stage
 from turnwise.arena.stages.registry import STAGES, classes
 from turnwise.arena.stages.stages import Stages
-from turnwise.samples.ledger import LEDGER
 from turnwise.types import EpisodeRequest, Sampling
 
 from .conftest import FakeClient
@@ -167,7 +166,7 @@ def test_two_stages_change_a_reward_one_after_the_other(make_arena, pair, turned
         chain += [(name, before, value)] * (before != value)
     step = arena.last_results[0].rollout.steps[0]
     assert step.advantage == value == batch.advantages[0]
-    noted = [(name, before, after) for _, name, before, after in step.info.get(LEDGER, ())]
+    noted = [(name, before, after) for _, name, before, after in step.facts.ledger or ()]
     assert noted == chain
 
 

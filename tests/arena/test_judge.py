@@ -50,7 +50,7 @@ def test_equal_questions_are_asked_once_and_stand_in_every_record(make_arena):
     assert len(asks(arena)) == len(judge.cache) == 1
     steps = [[step for step in result.rollout.steps if step.actor_id is None] for result in results]
     assert [len(own) for own in steps] == [1] * 6 and {own[0].completion for own in steps} == {"8"}
-    assert sum("cached" not in own[0].info for own in steps) == 1
+    assert sum(not own[0].facts.cached for own in steps) == 1
     assert not any(own[0].trainable for own in steps)
     # Six guesses and one opinion were sampled, of two tokens each.
     assert arena.assign_credit_and_pack(results).metrics["sampled_tokens"] == 14

@@ -18,7 +18,7 @@ from turnwise.arena import (
 )
 from turnwise.arena.rewards.mix import shape_turns
 from turnwise.credit import DrMASCredit
-from turnwise.types import EpisodeRequest, Rollout, Step
+from turnwise.types import EpisodeRequest, Rollout, Step, StepFacts
 
 from .helpers import said
 
@@ -85,7 +85,7 @@ def test_turns_by_hand(fields, expected):
 
 def test_turns_leave_costs_and_judges_alone():
     """4 of the mix and -1 of costs: half of the former. An action that ended the episode, a judge and the lost stay."""
-    mixed = step(0, 3.0, info={"unshaped_reward": -1.0})
+    mixed = step(0, 3.0, facts=StepFacts(unshaped_reward=-1.0))
     same = [step(0, -1.0, info={"invalid_action": "?"}), step(0, 5.0, None), step(0, 5.0, trainable=False)]
     shape_turns(Rollout("r", "e", None, [mixed, *same]), RewardMix(turn_shaping="ramp"), 2)
     assert [mixed.reward, *(one.reward for one in same)] == [1.0, -1.0, 5.0, 5.0]
@@ -169,7 +169,7 @@ async def test_steps_and_rollouts_mix_alike(make_arena, reward, steps, rollout):
 async def test_a_difference_pays_the_editor_that_mends_and_costs_the_one_that_breaks(make_arena):
     """The digits 5 7 7 0 are worth 5/7 1 1 0: the writer gains 5/7 and 0, the editor 2/7 and -1, before weight 0.7."""
     arena, result = await played(make_arena, ["5", "7", "7", "0"], reward={"alpha": 0.0, "difference": 0.7})
-    assert [one.info["team_difference"] for one in result.rollout.steps] == pytest.approx([5 / 7, 2 / 7, 0, -1])
+    assert [one.facts.team_difference for one in result.rollout.steps] == pytest.approx([5 / 7, 2 / 7, 0, -1])
     assert [one.reward for one in result.rollout.steps] == pytest.approx([0.5, 0.2, 0.0, 1.0 - 0.7])
     assert result.rollout.rewards == pytest.approx({"writer": 0.5, "editor": 1.0 + 0.2 - 0.7})
     arena.assign_credit([result])

@@ -51,8 +51,8 @@ async def test_a_request_names_who_plays_and_that_one_never_trains(arena):
     assert [(s.actor_id, s.policy, s.completion, s.trainable) for s in seated.steps] == [
         ("left", "own", "own", True), ("right", "past", "past", False),
     ]  # fmt: skip
-    assert seated.steps[1].policy_versions == [(5, 2)] and seated.meta["policies"] == {"right": "past"}
-    assert seated.meta["policy_versions"] == {"own": 5, "past": 2} and "policies" not in plain.meta
+    assert seated.steps[1].policy_versions == [(5, 2)] and seated.facts.policies == {"right": "past"}
+    assert seated.facts.policy_versions == {"own": 5, "past": 2} and plain.facts.policies == {}
     assert all(step.policy == "own" and step.trainable for step in plain.steps)
     assert batch.policies == ["own"] and len(batch) == 3 and batch.dropped == {"not_trainable": 1}
     assert arena.credit.baseline("duel", "right") == pytest.approx(-0.05), "of the one game that it played itself"
@@ -64,7 +64,7 @@ async def test_it_holds_for_nested_episodes(arena):
     [child] = result.children
     for rollout in (result.rollout, child.rollout):
         assert [(step.policy, step.trainable) for step in rollout.steps] == [("past", False), ("own", True)]
-    assert child.rollout.meta["policy_versions"]["past"] == 2
+    assert child.rollout.facts.policy_versions["past"] == 2
 
 
 async def test_unknown_seats_and_policies_are_refused(arena):

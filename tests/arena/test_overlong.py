@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from turnwise.arena import OverlongPenalty, Rubric, SingleTurnEpisode
-from turnwise.types import GenerateResult, Rollout, Sampling, Step
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Sampling, Step, StepFacts
 
 from .helpers import Baseline, guess
 
@@ -33,7 +33,7 @@ def test_options_are_checked(options, name):
 
 def step(tokens, reward=None, actor="a", **changes):
     sampled = [5] * tokens, [-1.0] * tokens, [(tokens, 0)], "stop"
-    return Step(actor, 0, [], "", [1], *sampled, reward=reward, info={"max_tokens": 10}, **changes)
+    return Step(actor, 0, [], "", [1], *sampled, reward=reward, facts=StepFacts(max_tokens=10), **changes)
 
 
 @pytest.mark.parametrize("own", [0, None])
@@ -42,8 +42,8 @@ def test_of_several_ends_each_loses_what_its_steps_lost(own):
     steps = [step(8), step(6), step(10)]
     for one, ends in zip(steps, ([0, 1], [0], [1]), strict=True):
         one.info["ends"] = ends
-    meta = {"own_end": own, "ends": [{"rewards": {"a": 4.0}, "metrics": {}, "dropped": None} for _ in range(2)]}
-    rollout = Rollout("r", "e", "q", steps, {"a": 4.0}, meta=meta)
+    meta = {"ends": [{"rewards": {"a": 4.0}, "metrics": {}, "dropped": None} for _ in range(2)]}
+    rollout = Rollout("r", "e", "q", steps, {"a": 4.0}, meta=meta, facts=RolloutFacts(own_end=own))
     for _ in range(2):
         OverlongPenalty(4).rewarded(None, [GenerateResult(rollout)])
     assert [end["rewards"] for end in meta["ends"]] == [{"a": 3.5}, {"a": 2.5}]
@@ -61,7 +61,7 @@ def test_own_rewards_and_the_actors_reward_are_lowered_once():
     assert [s.reward for s in steps] == [0.5, None, 0.0, 0.0, None]
     assert top.rollout.rewards == {"a": 0.75}, "less 0.5 and 0.75; what lost in the tree takes nothing"
     assert child.rollout.rewards == {"a": 2.0} and failed.rollout.steps[0].reward == 1.0
-    assert steps[0].info["raw_reward"] == 1.0 and top.rollout.meta["raw_rewards"] == {"a": 2.0}
+    assert steps[0].facts.raw_reward == 1.0 and top.rollout.facts.raw_rewards == {"a": 2.0}
 
 
 class Talk(SingleTurnEpisode):

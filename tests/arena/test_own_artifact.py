@@ -210,7 +210,7 @@ def test_a_retry_gets_the_original_and_meta_is_not_shared(make_arena):
     episode.env_response = lambda state, arena, artifact: episode.drawn.append(artifact["deck"].pop())
     request = EpisodeRequest("draw", {"deck": [3, 4]}, group_id="q", meta={"notes": {"seen": []}})
     _, [result, other] = play(make_arena, episode, [request] * 2, retries=2)
-    assert episode.drawn == [4, 4, 4, 4] and result.rollout.meta["attempt"] == 1
+    assert episode.drawn == [4, 4, 4, 4] and result.rollout.facts.attempt == 1
     result.rollout.meta["notes"]["seen"].append(1)
     assert other.rollout.meta["notes"] == request.meta["notes"] == {"seen": []}
 

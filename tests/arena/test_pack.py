@@ -17,14 +17,14 @@ from turnwise.credit import ConstantCredit
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.step_metrics import describe, with_zero_counts
 from turnwise.samples.training_samples import penalize, training_samples
-from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sample, Sampling, Step
+from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Sample, Sampling, Step, StepFacts
 
 
 def step(actor="a", completion=(5, 6, 0), **changes):
     tokens = list(completion)
     fields = {
         "reward": 1.0,
-        "info": {"temperature": 0.7},
+        "facts": StepFacts(temperature=0.7),
         "policy_versions": [(1, 4), (len(tokens) - 1, 3)],
         "finish_reason": "stop",
     } | changes
@@ -74,14 +74,14 @@ def test_no_samples_make_an_empty_batch_of_the_right_types():
 
 def test_each_call_that_is_no_row_is_counted_once_by_its_reason():
     dropped_by_rubric = result(step(), id="r5", is_trainable=False)
-    dropped_by_rubric.rollout.meta["dropped"] = "judge down"
+    dropped_by_rubric.rollout.facts.dropped = "judge down"
     batch = packed(
         result(step(), step(None), id="r1"),
         result(step(), step(), id="r2", error="Traceback"),
         result(step(), id="r3", is_trainable=False),
         result(step(finish_reason="abort"), step(trainable=False), id="r4"),
         dropped_by_rubric,
-        result(step(trainable=False, info={"error": "call failed"}), id="r6"),
+        result(step(trainable=False, facts=StepFacts(error="call failed")), id="r6"),
     )
     assert len(batch) == 1
     assert batch.dropped == {"failed": 3, "not_trainable": 2, "aborted": 1, "reward_error": 1}
@@ -180,7 +180,7 @@ def random_results(rng, depth=2):
                 advantage=rng.choice((0.0, rng.random())),
                 finish_reason=rng.choice(("stop", "stop", "length", "abort")),
                 trainable=rng.random() < 0.9,
-                info=rng.choice(({}, {"temperature": 0.5}, {"error": "no answer"})),
+                facts=StepFacts(**rng.choice(({}, {"temperature": 0.5}, {"error": "no answer"}))),
             )
             for _ in range(rng.randrange(5))
         ]
@@ -375,7 +375,7 @@ def test_greedy_completions_do_not_train(make_arena, case):
     batch = arena.build_training_batch(results)
     assert (batch.actors, len(batch), batch.dropped) == (["other"], 2, {"greedy": 2})
     held_out = asyncio.run(arena.evaluation().generate_rollouts(requests))
-    assert all(step.trainable and "greedy" not in step.info for one in held_out for step in one.rollout.steps)
+    assert all(step.trainable and not step.facts.greedy for one in held_out for step in one.rollout.steps)
 
 
 def test_means_by_cause_add_up_to_the_mean_of_the_total():

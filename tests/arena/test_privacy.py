@@ -161,8 +161,8 @@ def test_random_games_that_keep_their_secrets_pass(make_arena, number, tmp_path)
     assert len(batch) == sum(len(result.rollout.steps) for result in arena.last_results) > 0
     for result in arena.last_results:
         for step in result.rollout.steps:
-            assert any(text.startswith("Your number is") for text in step.info["private"])
-            assert all(text in "".join(m["content"] for m in step.prompt) for text in step.info["private"])
+            assert any(text.startswith("Your number is") for text in step.facts.private)
+            assert all(text in "".join(m["content"] for m in step.prompt) for text in step.facts.private)
 
 
 @pytest.mark.parametrize("kind", LEAKS)
@@ -329,8 +329,8 @@ def test_a_retried_episode_starts_with_no_marks(make_arena):
             return "Your number is 7." if self.failed and state.current_actor == "ann" else None
 
     _, [result] = play(make_arena, Flaky(("bob", "ann"), rounds=1), copies=1, retries=1)
-    assert result.rollout.meta["attempt"] == 1
-    assert [step.info["private"] for step in result.rollout.steps] == [["Your number is 7."], ["Your number is 8."]]
+    assert result.rollout.facts.attempt == 1
+    assert [step.facts.private for step in result.rollout.steps] == [["Your number is 7."], ["Your number is 8."]]
     with pytest.raises(LeakError, match="private to 'bob'"):
         play(make_arena, Flaky(("bob", "ann")), copies=1, retries=1)
 
@@ -485,7 +485,7 @@ def test_what_the_owner_says_aloud_is_no_leak(make_arena):
 def test_the_same_text_may_be_private_to_several(make_arena):
     episode = each_hears("It is your move.", "It is your move.")
     _, [result] = play(make_arena, episode, copies=1)
-    assert [step.info["private"] for step in result.rollout.steps[:2]] == [["It is your move."]] * 2
+    assert [step.facts.private for step in result.rollout.steps[:2]] == [["It is your move."]] * 2
 
 
 def test_each_reader_may_hear_something_else(make_arena):
@@ -532,4 +532,4 @@ def test_marks_are_not_kept_without_a_use(make_arena):
     arena = make_arena(thoughts, actors=("ann",))
     arena.add_episode(type("Plain", (Secrets,), {"get_observation": lambda *_: None})(("ann",), rounds=1))
     [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("secrets", "q")]))
-    assert isinstance(result.rollout, Rollout) and "private" not in result.rollout.steps[0].info
+    assert isinstance(result.rollout, Rollout) and result.rollout.steps[0].facts.private is None

@@ -19,7 +19,8 @@ from turnwise.arena import (
     record_input,
 )
 from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordError
-from turnwise.replay.replayer import DeadlockDetectingLoop
+from turnwise.arena.runtime.context import current_context
+from turnwise.replay.idle_loop import DeadlockDetectingLoop
 from turnwise.types import ContextLengthError, EpisodeRequest, ModelError
 
 from .conftest import respond
@@ -83,7 +84,7 @@ class Busy(Episode):
         children = await arena.generate_rollouts(requests)
         data["children"] = [child.rollout.rewards.get("solver") for child in children]
         data["luck"] = self.rng.random()
-        if data["luck"] < 0.5 and "attempt" not in state_meta(arena):
+        if data["luck"] < 0.5 and not current_context().rollout.facts.attempt:
             raise RuntimeError(f"an unlucky {data['luck']}")
         return state
 
@@ -100,12 +101,6 @@ class Busy(Episode):
 
     def first(self, extras):
         return {"solver": float(extras["order"][0]) + record_input("in a thread", random.random)}
-
-
-def state_meta(arena):
-    from turnwise.arena.runtime.context import current_context
-
-    return current_context().rollout.meta
 
 
 async def moody(prompt, request):

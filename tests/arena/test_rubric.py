@@ -229,5 +229,5 @@ def test_judges_in_rewards_are_logged_seeded_and_never_train(make_arena):
     rollout = judged(slow, quick)
     assert [step.actor_id for step in rollout.steps] == ["solver", None, None]
     assert "slowly" in str(rollout.steps[1].prompt), "recorded in the order of the functions, not of the clock"
-    assert rollout.steps[1].info["temperature"] == 0.0
-    assert [s.info["seed"] for s in judged(quick, slow).steps] == [s.info["seed"] for s in rollout.steps]
+    assert rollout.steps[1].facts.temperature == 0.0
+    assert [s.facts.seed for s in judged(quick, slow).steps] == [s.facts.seed for s in rollout.steps]

@@ -63,14 +63,14 @@ def test_d1_to_d3_own_rewards_own_forks_and_what_was_said_in_the_same_turn(make_
     assert [(node[0].turn, node[0].actor_id) for node in nodes] == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
     path = [f"{step.actor_id}{step.completion}" for step in result.rollout.steps if step.selected]
     for node, before in zip(nodes, range(4), strict=True):
-        assert [step.branch for step in node] == [0, 1, 2, 3] and len({step.info["seed"] for step in node}) == 4
+        assert [step.branch for step in node] == [0, 1, 2, 3] and len({step.facts.seed for step in node}) == 4
         # D1: every actor is scored by its own action, so siblings of the second actor differ too.
         assert [step.reward for step in node] == [float(step.completion) for step in node]
         assert len({step.reward for step in node}) > 1
         # D2: each branch steps its own fork.
         for step in node:
             own = [*path[:before], f"{step.actor_id}{step.completion}"]
-            assert step.info["env_response"] == "log " + "-".join(own)
+            assert step.facts.env_response == "log " + "-".join(own)
     # D2: the winners' state goes on, with their moves and no other.
     assert result.rollout.extras["log"] == path
     assert result.rollout.extras["seen_by_env"] == [path[:index] for index in range(4)]
@@ -139,7 +139,7 @@ def test_what_a_failed_branch_left_behind_is_logged_and_never_trains(make_arena)
         return ModelError("judge down") if "JUDGE" in prompt and next(judged) == 1 else "3"
 
     arena, [result] = grown(make_arena, Judged(sampler=TreeSampler(branches=3), max_turns=1), "q", reply=reply)
-    lost = [step for step in result.rollout.steps if "error" in step.info]
+    lost = [step for step in result.rollout.steps if step.facts.error is not None]
     assert [(step.actor_id, step.branch, step.selected, step.trainable) for step in lost] == [("a", 1, False, False)]
     assert result.rollout.extras["log"] == ["3", "3"]
     batch = arena.assign_credit_and_pack([result])
@@ -175,7 +175,7 @@ def test_siblings_meet_the_same_luck_and_the_winners_generator_goes_on(make_aren
             return str(state.data["log"][-1])
 
     _, [result] = grown(make_arena, Dice(sampler=TreeSampler(branches=4)), "q")
-    draws = [{step.info["env_response"] for step in node} for node in by_node(result.rollout)]
+    draws = [{step.facts.env_response for step in node} for node in by_node(result.rollout)]
     assert [len(draw) for draw in draws] == [1, 1, 1, 1]
     assert len(set.union(*draws)) == 4, "each action draws anew"
 

@@ -191,7 +191,7 @@ def ways_of(rollout):
     at = {(step.tree_node, step.branch): step for step in rollout.steps if step.tree_node is not None}
     after = defaultdict(list)
     for step in rollout.steps:
-        if step.tree_node is None and "error" not in step.info:
+        if step.tree_node is None and step.facts.error is None:
             after[step.from_branch].append(int(step.completion))
 
     def way(from_branch):
@@ -200,7 +200,7 @@ def ways_of(rollout):
         return [*way(at[from_branch].from_branch), int(at[from_branch].completion), *after[from_branch]]
 
     ends = [tuple(end["from_branch"]) for end in rollout.meta["ends"]]
-    own = rollout.meta["own_end"] or 0
+    own = rollout.facts.own_end or 0
     return [way(ends[own]), *(way(from_branch) for place, from_branch in enumerate(ends) if place != own)]
 
 
@@ -246,7 +246,7 @@ def _check_records(arena, result, rules):
         assert len({(step.actor_id, step.turn, step.from_branch) for step in node}) == 1, rules
         assert len({step.branch for step in node}) == len(node) <= rules.branches[node[0].actor_id], rules
     assert len({node[0].from_branch for node in nodes}) == len(nodes), "each survivor has one node at most"
-    seeds = [step.info["seed"] for step in rollout.steps]
+    seeds = [step.facts.seed for step in rollout.steps]
     assert len(set(seeds)) == len(seeds), rules
     arena.credit = ATGRPOCredit()
     batch = arena.assign_credit_and_pack([result])
@@ -300,7 +300,7 @@ def test_a_way_without_an_end_does_not_train_where_only_the_end_pays(make_arena)
         if (lost := result.rollout.metrics.get("tree/lost_beams", 0)) > 0:
             steps = result.rollout.steps
             assert [step.completion in "89" for step in steps[:6]] == [not step.trainable for step in steps[:6]]
-            assert len(steps) == 12 - lost and all("down" in step.info["error"] for step in steps if not step.trainable)
+            assert len(steps) == 12 - lost and all("down" in step.facts.error for step in steps if not step.trainable)
             assert len(arena.assign_credit_and_pack([result])) == 12 - 2 * lost
             return
     raise AssertionError("no seed lost a way")

@@ -18,6 +18,7 @@ from turnwise.arena.recording.lossless_json import encode
 from turnwise.arena.runtime.context import use_context
 from turnwise.arena.stores import sqlite as store_file
 from turnwise.arena.stores.sampling import PrioritizedLevelReplay
+from turnwise.arena.stores.sqlite_rows import digest
 
 from .test_store import episode, random_uses
 
@@ -216,7 +217,7 @@ def test_objects_of_any_class_are_read_where_that_is_allowed(tmp_path):
     store = reopened(store, allow_pickle=True)
     assert type(next(iter(store)).data["board"]) is Board
     harmful = json.dumps(encode(Board(tmp_path / "made")))  # with a checksum that fits, as whoever wrote it can make
-    store._file._database.create_function("digest", 6, store_file._digest)
+    store._file._database.create_function("digest", 6, digest)
     renewed = "UPDATE artifacts SET data = ?1, digest = digest(id, ?1, source, parents, meta, run)"
     store._file._database.execute(renewed, (harmful,))
     with pytest.raises(

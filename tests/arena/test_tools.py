@@ -82,7 +82,7 @@ def test_a_call_its_result_and_the_answer() -> None:
     arena = arena_of([call("add", a=2, b=2), "It is 4."], add)
     result = play(arena)
     first, second = result.rollout.steps
-    assert (first.turn, first.info["round"], first.info["tool_calls"]) == (0, 0, ["ok"])
+    assert (first.turn, first.info["round"], first.facts.tool_calls) == (0, 0, ["ok"])
     assert (second.turn, second.info["round"], second.completion) == (0, 1, "It is 4.")
     assert [message["role"] for message in second.prompt] == ["system", "user", "assistant", "tool"]
     assert second.prompt[-1] == {"role": "tool", "tool_call_id": "call_0_0", "name": "add", "content": "4"}
@@ -167,7 +167,7 @@ def test_a_call_that_cannot_be_read_gets_an_error_and_is_counted(
     with pytest.warns(RuntimeWarning, match=f"tool_calls/{status}/solver") as warned:
         rollout = play(arena).rollout
     first, second, last = rollout.steps
-    assert (first.info["tool_calls"], second.info["tool_calls"], last.completion) == (
+    assert (first.facts.tool_calls, second.facts.tool_calls, last.completion) == (
         [status, "ok"],
         [status],
         "It is 4.",
@@ -209,7 +209,7 @@ def test_after_the_last_round_the_actor_answers_without_tools() -> None:
     arena = arena_of(lambda request: call("add", a=1, b=1), add, max_tool_rounds=2)
     steps = play(arena).rollout.steps
     assert [step.info["round"] for step in steps] == [0, 1, 2]
-    assert "tool_calls" not in steps[-1].info
+    assert steps[-1].facts.tool_calls is None
 
 
 async def test_a_tool_has_a_deadline() -> None:
@@ -309,7 +309,7 @@ def test_arguments_have_the_types_of_the_hints(hint: Any, schema: Any, given: An
     assert tool_of(tool)["function"]["parameters"]["properties"]["value"] == {**schema, "description": "The value."}
     result = play(arena_of([call("show", value=given), "4"], tool))
     assert result.rollout.steps[1].prompt[-1]["content"].startswith(told)
-    assert result.rollout.meta.get("mishaps", {}) == ({"tool_errors/show": 1} if told.startswith("error") else {})
+    assert (result.rollout.facts.mishaps or {}) == ({"tool_errors/show": 1} if told.startswith("error") else {})
 
 
 class Nested(BaseModel):

@@ -128,9 +128,9 @@ def test_what_ends_a_process_ends_its_episode_alone(place: str, act: Any) -> Non
 def test_in_a_tool_it_is_the_answer(act: Any) -> None:
     results = play(arena_of(game(SingleTurnEpisode), asked, [tool(act)]))
     told = results[0].rollout.steps[1].prompt[-1]["content"]
-    assert told.startswith("error: ") and results[0].rollout.meta["mishaps"] == {"tool_errors/run": 1}
+    assert told.startswith("error: ") and results[0].rollout.facts.mishaps == {"tool_errors/run": 1}
     assert all(result.rollout.error is None for result in results)
-    assert "mishaps" not in results[1].rollout.meta
+    assert results[1].rollout.facts.mishaps is None
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -436,7 +436,7 @@ def test_a_close_that_hangs_is_left(tree: bool, monkeypatch: pytest.MonkeyPatch)
     hooks = {"sampler": TreeSampler(2), "step_reward": lambda artifact: 1.0} if tree else {}
     [result] = play(arena_of(game(close=lambda state: asyncio.sleep(60), **hooks)), 1)
     assert result.rollout.error is None
-    assert result.rollout.meta["mishaps"] == {"close_errors/game": 3 if tree else 1}
+    assert result.rollout.facts.mishaps == {"close_errors/game": 3 if tree else 1}
 
 
 def test_a_cancellation_lets_what_closes_end() -> None:
@@ -463,6 +463,6 @@ def test_an_error_of_close_harms_nothing() -> None:
 
     with pytest.warns(RuntimeWarning, match="close_errors/game: ValueError: already gone"):
         [result] = play(arena_of(game(close=broken)), 1)
-    assert result.rollout.error is None and result.rollout.meta["mishaps"] == {"close_errors/game": 1}
+    assert result.rollout.error is None and result.rollout.facts.mishaps == {"close_errors/game": 1}
     with pytest.raises(UserCodeError, match="callback 'plot' raised SystemExit"), exits_as_errors("callback 'plot'"):
         leave()

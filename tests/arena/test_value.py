@@ -20,7 +20,7 @@ from .test_search import Outcome
 
 def without(rollout):
     """The steps as they are without what playouts told."""
-    return [(s.actor_id, s.branch, s.completion, s.reward, s.selected, s.info["seed"]) for s in rollout.steps]
+    return [(s.actor_id, s.branch, s.completion, s.reward, s.selected, s.facts.seed) for s in rollout.steps]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_plain_trajectory_with_the_value_of_each_of_its_states(make_arena):
     rollout = result.rollout
     assert [step.tree_node for step in rollout.steps] == [None] * 4
     assert len(arena.client.requests) == 4 + 3 * (4 + 3 + 2 + 1)
-    records = [rollout.meta["playouts"], *(step.info["playouts"] for step in rollout.steps)]
+    records = [rollout.facts.playouts, *(step.info["playouts"] for step in rollout.steps)]
     assert [len(one) for one in records] == [3, 3, 3, 3, 1]
     for one in records[0]:
         assert [actor for actor, _ in one["rewards"]] == ["a", "b", "a", "b"]
@@ -170,7 +170,7 @@ def test_a_retry_counts_what_was_lost_to_them(make_arena):
 
     episode = Fragile(sampler=TreeSampler(1, playouts=2), max_turns=1)
     arena, [result] = grown(make_arena, episode, "q", retries=1)
-    assert result.rollout.error is None and result.rollout.meta["attempt"] == 1
+    assert result.rollout.error is None and result.rollout.facts.attempt == 1
     batch = arena.assign_credit_and_pack([result])
     assert len(arena.client.requests) == 2 * (2 + 2 * (2 + 1))
     assert batch.metrics["sampled_tokens"] == 2 * len(arena.client.requests)

@@ -158,7 +158,7 @@ def test_an_answer_calls_a_limited_number_of_tools() -> None:
         results == ["done"] * 3 + ["error: an answer may call 3 tools: 297 further calls were not run"]
         and len(done) == 3
     )
-    assert result.rollout.meta["mishaps"] == {"tool_calls_not_run": 297}
+    assert result.rollout.facts.mishaps == {"tool_calls_not_run": 297}
 
 
 @pytest.mark.parametrize("name", ["max_tool_calls", "max_tool_result", "tool_timeout"])

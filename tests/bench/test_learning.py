@@ -14,11 +14,14 @@ from turnwise.train.validate import config_from_dict
 LEARNING = Path(__file__).parents[2] / "bench" / "learning"
 
 
+NAMES = ("cells", "experiments", "fog", "from_examples", "report", "rules", "run", "shared", "tasks", "verify")
+
+
 @pytest.fixture(autouse=True)
 def _learning(monkeypatch):
     monkeypatch.syspath_prepend(LEARNING)
     yield
-    for name in ("cells", "experiments", "fog", "report", "rules", "run", "tasks", "verify"):
+    for name in NAMES:
         sys.modules.pop(name, None)
 
 
@@ -123,7 +126,7 @@ def test_the_tables_say_what_the_results_say(monkeypatch):
 def test_the_sweep_prefers_the_rate_that_learns_sooner(tmp_path, monkeypatch):
     import json
 
-    import experiments
+    import shared
     from report import table
 
     def row(rate, seed, *curve):
@@ -132,10 +135,10 @@ def test_the_sweep_prefers_the_rate_that_learns_sooner(tmp_path, monkeypatch):
 
     rows = [row(1e-3, 0, 0.1, 0.2, 0.9), row(5e-4, 0, 0.1, 0.6, 0.9), row(1e-3, 1, 0.1, 0.4, 0.9)]
     (tmp_path / "sweep.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
-    assert experiments.swept("sudoku", "team-at_grpo-first") == 5e-4
-    assert experiments.swept("sudoku", "team-at_grpo-mixed") == 5e-4, "it uses the rate of another selection"
-    assert experiments.swept("relay", "team-grpo") == 5e-4, "not swept"
+    monkeypatch.setattr(shared, "RESULTS", tmp_path)
+    assert shared.swept("sudoku", "team-at_grpo-first") == 5e-4
+    assert shared.swept("sudoku", "team-at_grpo-mixed") == 5e-4, "it uses the rate of another selection"
+    assert shared.swept("relay", "team-grpo") == 5e-4, "not swept"
     monkeypatch.setattr("report.RESULTS", tmp_path)
     shown = table("sweep/sudoku", "")
     assert "| sudoku | team-at_grpo-first | 0.001 | 90.0%, 90.0% | 60.0% |" in shown

@@ -19,7 +19,8 @@ from turnwise.credit import GRPOCredit
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import ByteTokenizer, Reply
 from turnwise.tasks.tiny import build_tokenizer
-from turnwise.train.update.sft_data import SFTRow, tokenize
+from turnwise.train.update.sft_data import tokenize
+from turnwise.train.update.sft_rows import SFTRow
 from turnwise.types import Actor, EpisodeRequest, Message, Sampling
 
 from .families import byte_tokenizer

@@ -31,7 +31,7 @@ COMMON: dict[str, Any] = {**SMALL, "device": "cpu", "rollout": ROLLOUT, "update"
 ENGINES = {
     "main": {
         "count": 2, "cpus": 0, "resources": {"sim_gpu": 1}, "engine": "transformers",
-        "options": {"max_batch_rows": 1},
+        "options": {"max_batch_size": 1},
     }
 }  # fmt: skip
 RANK = {"cpus": 0, "resources": {"learner": 1}}

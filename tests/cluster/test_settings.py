@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from turnwise.cluster.commands import commands_of
 from turnwise.cluster.placement import Role
 from turnwise.cluster.supervisor import Place
-from turnwise.run.clients import check_client
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.toml import ConfigError, parse_settings
 from turnwise.train.validate import config_from_dict, contradictions
 
-POOL = {"engine": "transformers", "options": {"max_batch_rows": 1}}
+POOL = {"engine": "transformers", "options": {"max_batch_size": 1}}
 RAY = {"backend": "ray", "engines": {"main": POOL}}
 
 
@@ -44,8 +45,9 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], told: str) -> None:
 def test_pools_that_can_not_be() -> None:
     engines = {"a": {**POOL, "policies": ["b"]}}
     config = config_from_dict({"cluster": {"backend": "ray", "engines": engines}, "policies": {"a": {}, "b": {}}})
-    with pytest.raises(ConfigError, match="policy 'a' is in none"):
-        check_client(config)
+    task: Any = SimpleNamespace(name="t", actors=(), parts={}, episodes={}, credit=None)
+    facts = RunFacts(config=config, task=task)
+    assert any("policy 'a' is in none" in line for line in config.cluster.conflicts(facts, "cluster"))
     with pytest.raises(ConfigError, match="min_count = 3: expected at most count = 2"):
         config_from_dict({"cluster": {"engines": {"main": {"count": 2, "min_count": 3}}}})
 
@@ -68,7 +70,7 @@ def test_commands(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables of ranks, addresses, options; and the secret is in no argument, no variable and no file."""
     monkeypatch.setenv("TURNWISE_CLUSTER_KEY", "of another run")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "mine")
-    options = {"max_batch_rows": 1, "engine_args": {"dtype": "float32"}, "dummy_weights": False}
+    options = {"max_batch_size": 1, "engine_args": {"dtype": "float32"}, "dummy_weights": False}
     cluster = {"backend": "ray", "learner": {"count": 2}, "engines": {"main": {**POOL, "options": options}}}
     config = config_from_dict({"run_dir": str(tmp_path / "run"), "cluster": cluster})
     commands = commands_of(config, {"main": tmp_path / "model"}, "abracadabra")
@@ -79,7 +81,7 @@ def test_commands(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = commands["engine"](Place(Role("engine-main-0", "engine", {}, "main"), "10.0.0.2", 4001, 0))
     words = " ".join(engine.arguments)
     assert f"serve {tmp_path / 'model'} --engine transformers --dummy-weights --host 10.0.0.2 --port 4001" in words
-    assert words.endswith("--max-batch-rows 1 --engine-arg dtype=float32")
+    assert words.endswith("--max-batch-size 1 --engine-arg dtype=float32")
     worker = commands["worker"](Place(Role("worker-0", "worker", {}), "10.0.0.3", 4002, 0))
     for command in (rank, engine, worker):
         assert command.arguments[:2] == ["--secret", "TURNWISE_CLUSTER_KEY"] and command.stdin == "abracadabra\n"

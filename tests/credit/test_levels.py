@@ -15,7 +15,7 @@ from turnwise.samples.collect import collect_samples
 from turnwise.samples.training_samples import advantages_of, penalize
 from turnwise.train.config.toml import to_toml
 from turnwise.train.validate import config_from_dict
-from turnwise.types import GenerateResult, Rollout, Step
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Step
 
 PROPOSED = FromChildren(parent="propose", actor="proposer", child="solve", child_actor="solver", by="mean")
 SOLVED = Difference(parent="propose", child="solve", child_actor="solver", by="mean")
@@ -136,7 +136,7 @@ def branched(*, selected: int = 1) -> GenerateResult:
     steps = [step("proposer", reward=r, tree_node=5, branch=b, selected=b == selected) for b, r in enumerate((4, 5, 6))]
     attempts = [(0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0), (1, 0.0)]
     solved = [
-        episode("solve", f"p.{n}", "solver", reward, meta={"spawned_by": [5, branch]})
+        episode("solve", f"p.{n}", "solver", reward, facts=RolloutFacts(spawned_by=[5, branch]))
         for n, (branch, reward) in enumerate(attempts)
     ]
     return episode("propose", "p", "proposer", 9.0, *solved, steps=steps)
@@ -304,7 +304,7 @@ def test_one_edge_goes_through_all_levels_of_one_type() -> None:
 
 
 def test_failed_and_dropped_ones_pay_nothing_and_are_paid_nothing() -> None:
-    dropped = solve("x", 5.0, meta={"dropped": "raised"})
+    dropped = solve("x", 5.0, facts=RolloutFacts(dropped="raised"))
     childless = node("plan-1", {"planner": 1.0}, solve("f", 5.0, error="traceback"), dropped)
     failed = node("plan-2", {}, solve("a", 1.0), error="traceback")
     alone = node("plan-3", {"planner": -0.25})

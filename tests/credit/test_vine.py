@@ -9,18 +9,19 @@ import pytest
 
 from turnwise.credit import ATGRPOCredit, VineCredit
 from turnwise.samples.collect import collect_samples
-from turnwise.types import GenerateResult, Rollout, Step
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Step, StepFacts
+from turnwise.types.facts import separate
 
 
 def act(actor: str, reward: float | None, node: int | None = None, branch: int = 0, **fields: Any) -> Step:
     """One action; ``after`` are its playouts, each ``([(actor, reward), ...], {actor: outcome})``."""
-    info: dict[str, Any] = {"env_response": "", **fields.pop("info", {})}
+    info, facts = fields.pop("info", {}), StepFacts(env_response="", error=fields.pop("error", None))
     if "after" in fields:
         info["playouts"] = [played(*one) for one in fields.pop("after")]
     defaults: dict[str, Any] = {"finish_reason": "stop", "selected": True}
     return Step(
         actor, 0, [], "", [1], [2], [-0.1], [(1, 0)], reward=reward, tree_node=node, branch=branch, info=info,
-        **(defaults | fields),
+        facts=facts, **(defaults | fields),
     )  # fmt: skip
 
 
@@ -29,7 +30,8 @@ def played(rewards: Any, outcome: Any = None) -> dict[str, Any]:
 
 
 def advantages(steps: list[Step], rewards: dict[str, float] | None = None, meta: Any = None, **options: Any) -> list:
-    rollout = Rollout("r", "game", None, steps, rewards or {}, meta=meta or {})
+    facts, own = separate(RolloutFacts, meta or {})
+    rollout = Rollout("r", "game", None, steps, rewards or {}, meta=own, facts=facts)
     samples = collect_samples([GenerateResult(rollout, group_id="q")])
     return VineCredit(**options).compute_columns(samples).tolist()
 
@@ -191,7 +193,7 @@ def test_truncated_failed_and_hooks_calls() -> None:
         act("a", 4.0, 7, 0, finish_reason="length"),
         act("a", 1.0, 7, 1, selected=False),
         act("a", 2.0, 7, 2, selected=False),
-        act("a", 99.0, 7, 3, selected=False, trainable=False, info={"error": "ModelError: down"}),
+        act("a", 99.0, 7, 3, selected=False, trainable=False, error="ModelError: down"),
     ]
     steps.append(Step("a", 0, [], "", [1], [2], [-0.1], [(1, 0)], "stop", reward=9.0, branch=1, selected=False))
     assert advantages(steps) == pytest.approx([5 / 3, -4 / 3, -1 / 3, 0.0]), "the truncated one counts like the others"

@@ -36,7 +36,7 @@ class EngineServers:
     """
 
     def __init__(self, folder: Path, count: int = 2, **settings: Any) -> None:
-        self.settings = {"model": str(folder), "engine": "transformers", "max_batch_rows": 1, **settings}
+        self.settings = {"model": str(folder), "engine": "transformers", "max_batch_size": 1, **settings}
         self.ports = [free_port() for _ in range(count)]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.processes: list[Any] = [None] * count

@@ -98,7 +98,7 @@ def test_what_all_prompts_begin_with_is_computed_once() -> None:
         alone = [complete(model, [row], CPU)[1].prefilled for row in rows]
     assert alone == [15, 19, 23, 15]
     assert work.prefilled == 12 + 3 + 7 + 11
-    short = rows_of([1, 1], prefix=caches._RESERVE // 2)
+    short = rows_of([1, 1], prefix=caches.RESERVE // 2)
     with torch.inference_mode():
         assert complete(model, short, CPU)[1].prefilled == 7 + 11, "a short one is not worth a pass"
 
@@ -113,7 +113,7 @@ def test_memory_grows_past_its_reserve(decoder: Any, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(
         torch.tensor(completion.logprobs).double(), teacher_forced(model, response), atol=1e-5, rtol=1e-5
     )
-    assert len(completion.token_ids) == 60 > caches._RESERVE
+    assert len(completion.token_ids) == 60 > caches.RESERVE
 
 
 def test_the_models_attention_is_put_back() -> None:

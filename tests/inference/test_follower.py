@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from turnwise.inference import PoolClient, Reply, ScriptedClient
-from turnwise.inference.pool.client import Follower
-from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
+from turnwise.inference.pool.follower import Follower
+from turnwise.inference.weights.shared_transfer import SharedTransfer
+from turnwise.inference.weights.sync import SharedMemoryTransfer
 from turnwise.types import ModelError, ModelRequest, ModelResponse, Sampling
 
 from .helpers import until, weights_at

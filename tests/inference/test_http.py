@@ -256,6 +256,20 @@ def test_a_loop_that_ends_leaves_nobody_waiting() -> None:
     assert waiting.cancelled()
 
 
+def test_a_user_of_a_shared_thread_ends_its_own_work_and_the_last_one_the_thread() -> None:
+    thread = LoopThread("test")
+    other = thread.share("other")
+    own, others = thread.submit(asyncio.sleep(60)), other.submit(asyncio.sleep(60))
+    for _ in range(2):  # a second call changes nothing
+        thread.stop()
+        assert own.cancelled() and not others.done()
+    with pytest.raises(ModelError, match="the client is closed"):
+        thread.submit(asyncio.sleep(0)).result()
+    assert other.submit(asyncio.sleep(0, 7)).result(5) == 7
+    other.stop()
+    assert others.cancelled() and not other._thread.is_alive()
+
+
 def test_settings_are_checked() -> None:
     assert parse_server_url("http://host:1/v1/") == parse_server_url("http://host:1/") == ("http://host:1", "/v1")
     assert parse_server_url("https://host/beta/v1") == ("https://host/beta", "/v1")

@@ -13,7 +13,8 @@ import torch
 from transformers import DynamicCache
 
 from turnwise import _C
-from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Paths, Repeated, SharedPrefix, make_decoder
+from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Repeated, SharedPrefix, make_decoder
+from turnwise.inference.local.paths import Paths
 
 from .helpers import build
 

@@ -43,7 +43,7 @@ def without_vllm(model: str, **settings: Any) -> ServeSettings:
     args = settings.pop("engine_args")
     taken = {name: settings[name] for name in ("port", "dummy_weights", "adapter_slots", "adapter_rank")}
     known = {name: value for name, value in args.items() if name not in ("skip_tokenizer_init",)}
-    return ServeSettings(model, engine="transformers", max_batch_rows=1, engine_args=known, **taken)
+    return ServeSettings(model, engine="transformers", max_batch_size=1, engine_args=known, **taken)
 
 
 @pytest.fixture(autouse=True)

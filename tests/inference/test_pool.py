@@ -14,13 +14,15 @@ import torch
 from turnwise.inference import PoolClient, Reply, ScriptedClient, TransformersClient, VLLMServerClient
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.pool import client as pool_client
-from turnwise.inference.pool.engine import REMEMBERED, PrefixRouter
+from turnwise.inference.pool.engine import PrefixRouter
 from turnwise.inference.scripted import ByteTokenizer
-from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
+from turnwise.inference.weights.shared_transfer import SharedTransfer
+from turnwise.inference.weights.sync import SharedMemoryTransfer
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, ModelResponse, Sampling
 
 from .fake_server import Hang, Say, faking
 from .helpers import adapted, build, requests_of, sent, tokens_of, until, versions_of, weights_at
+from .test_prefix_router import prompt_of
 from .test_vllm_server import GENERATE, Pretend, answer
 
 WEIGHTS = {"w": torch.zeros(4)}
@@ -68,51 +70,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the router --------------------------------------------------------------------------------------------------------
-def prompt_of(*parts: int) -> list[int]:
-    """Thirty-two tokens for each part."""
-    return [part * 32 + place for part in parts for place in range(32)]
-
-
-def choices(router: PrefixRouter, prompts: Sequence[Sequence[int]], busy: dict[str, int]) -> str:
-    return "".join(router.choose(ModelRequest(prompt), busy) for prompt in prompts)
-
-
-def test_siblings_and_turns_go_where_their_prefix_is() -> None:
-    idle = {"a": 0, "b": 0}
-    router = PrefixRouter()
-    roots = [prompt_of(root) for root in range(4)]
-    assert choices(router, roots, idle) == "abab"
-    assert choices(router, roots * 3, idle) == "abab" * 3, "siblings"
-    assert choices(router, [[*root, 7, 8] for root in roots], idle) == "abab", "a turn later"
-    assert choices(router, [prompt_of(1, 9), prompt_of(1, 9, 10, 11)], idle) == "bb", "half of it is known, then all"
-    assert choices(PrefixRouter(), [[1], [1], [2], [2]], idle) == "aabb", "prompts shorter than a block"
-
-
-def test_a_short_common_start_binds_nobody() -> None:
-    """Thirty-two tokens of a system prompt before 96 of a question."""
-    router = PrefixRouter()
-    prompts = [prompt_of(0, 10 * n, 10 * n + 1, 10 * n + 2) for n in range(1, 5)]
-    assert choices(router, prompts, {"a": 0, "b": 0}) == "abab"
-
-
-def test_affinity_ends_where_an_engine_is_too_far_ahead_or_gone() -> None:
-    router = PrefixRouter(imbalance=3)
-    assert router.choose(ModelRequest(prompt_of(1)), {"a": 0, "b": 0}) == "a"
-    assert router.choose(ModelRequest(prompt_of(1)), {"a": 4, "b": 1}) == "a"
-    assert router.choose(ModelRequest(prompt_of(1)), {"a": 5, "b": 1}) == "b"
-    assert router.choose(ModelRequest(prompt_of(1)), {"a": 0, "b": 0}) == "b", "the latest engine has it warm"
-    assert router.choose(ModelRequest(prompt_of(1)), {"a": 7}) == "a"
-    with pytest.raises(ValueError, match="imbalance=-1"):
-        PrefixRouter(imbalance=-1)
-
-
-def test_a_router_forgets_the_oldest_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.inference.pool.engine.REMEMBERED", 4)
-    router = PrefixRouter()
-    choices(router, [prompt_of(n) for n in range(9)], {"a": 0, "b": 0})
-    assert len(router._engine_of) == 4 < REMEMBERED
-
-
 async def test_each_prompt_has_one_engine_and_all_have_a_share() -> None:
     client, engines = pool_of("a", "b", "c")
     async with client:
@@ -527,6 +484,23 @@ async def test_leaving_waits_for_running_requests() -> None:
         await client.leave("a")
         assert sorted(response.text for response in await running) == ["a", "a", "b", "b"]
         assert client.stats()["retries"] == 0
+
+
+async def test_a_pool_of_one_works_in_its_engines_thread_and_outlives_it() -> None:
+    with faking(Pretend().script | {GENERATE: Hang()}) as hung, faking(Pretend().script) as well:
+        client, later = (VLLMServerClient(Endpoint(fake.url), ByteTokenizer()) for fake in (hung, well))
+        pool, thread = PoolClient({"one": client}), client._thread._thread
+        assert pool._thread._thread is thread
+        async with pool:
+            asked = asyncio.ensure_future(pool.generate([ask(7, max_tokens=3)]))
+            await until(lambda: hung.count(GENERATE) == 1)
+            pool.join("two", later)
+            await pool.leave("one", at_once=True)
+            assert tokens_of(await asked) == [[7, 8, 9]], "another engine gets it"
+            with pytest.raises(ModelError, match="the client is closed"):
+                await client.check_health()
+            assert thread.is_alive()
+        assert not thread.is_alive() and not later._thread._thread.is_alive()
 
 
 def alone(model: Any) -> TransformersClient:

@@ -20,7 +20,7 @@ import torch
 
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.run.build import build_run
-from turnwise.run.checks import task_of, tiny_model
+from turnwise.run.checks import dry_run, task_of, tiny_model
 from turnwise.run.clients import build_client, check_client
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
@@ -150,7 +150,7 @@ def test_a_run_follows_the_members_of_its_cluster(
 ) -> None:
     """The run waits for its first engine, which then has another address. The old one still answers: nobody asks it."""
     monkeypatch.setenv("TURNWISE_CLUSTER_KEY", os.environ[KEY_VARIABLE])
-    pool = {"count": 1, "engine": "transformers", "options": {"max_batch_rows": 1}}
+    pool = {"count": 1, "engine": "transformers", "options": {"max_batch_size": 1}}
     cluster = {"backend": "ray", "address": "auto", "engines": {"main": pool}, "wait": 60.0}
     config = config_of(folder, cluster, server={"transfer": transfer})
     late = threading.Timer(0.5, write_members, [config.run_dir, 4], {"main": {"engine-0": servers.urls[0]}})
@@ -235,8 +235,9 @@ def test_clusters_that_can_not_be(
 ) -> None:
     monkeypatch.setenv("TURNWISE_CLUSTER_KEY", "sesame")
     change = {**change, "cluster": {"backend": "ray", **change["cluster"]}}
-    config = config_from_dict({"run_dir": str(tmp_path), **change})
     with pytest.raises((ConfigError, ModelError), match=said):
+        config = config_from_dict({"run_dir": str(tmp_path), "rollout": {"group_size": 2}, **change})
+        dry_run(config)
         check_client(config)
         build_client(config, ByteTokenizer(), dict.fromkeys(config.policies))
 

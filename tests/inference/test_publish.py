@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import distributed
 
-from turnwise.inference.weights import hub, wire
+from turnwise.inference.weights import entrance, hub, wire
 from turnwise.inference.weights.publish import CollectiveTransfer
 from turnwise.inference.weights.sync import open_weights
 from turnwise.inference.weights.weight_block import TransferError
@@ -324,7 +324,7 @@ def test_a_stranger_learns_a_random_number_and_nothing_else(
 def test_idle_strangers_take_no_place_from_a_receiver(recwarn: pytest.WarningsRecorder) -> None:
     with sending() as transfer, ExitStack() as strangers:
         handle = transfer.send(weights_of(0))
-        for _ in range(hub.MAX_HANDSHAKES + 20):
+        for _ in range(entrance.MAX_HANDSHAKES + 20):
             strangers.enter_context(socket.create_connection(("127.0.0.1", handle["port"]), timeout=10))
         assert arrived(handle) == described(weights_of(0))
 
@@ -333,7 +333,7 @@ def test_strangers_fill_no_log(recwarn: pytest.WarningsRecorder) -> None:
     with sending() as transfer:
         handle = transfer.send(weights_of(0))
         ports = []
-        for _ in range(3 * hub.MAX_REFUSALS):
+        for _ in range(3 * entrance.MAX_REFUSALS):
             with socket.create_connection(("127.0.0.1", handle["port"]), timeout=10) as stranger:
                 ports.append(stranger.getsockname()[1])
                 stranger.sendall(struct.pack("!I", 2) + b"[]")
@@ -341,10 +341,10 @@ def test_strangers_fill_no_log(recwarn: pytest.WarningsRecorder) -> None:
                     while stranger.recv(4096):
                         pass
         assert arrived(handle) == described(weights_of(0))
-        assert transfer._hub is not None and not transfer._hub._strangers
+        assert transfer._hub is not None and not transfer._hub._entrance._strangers
     told = [str(warning.message) for warning in recwarn]
     shown = [text for text in told if any(f"receiver of weights: 127.0.0.1:{port} " in text for port in ports)]
-    assert len(shown) == hub.MAX_REFUSALS and shown[-1].endswith("; further ones are not shown")
+    assert len(shown) == entrance.MAX_REFUSALS and shown[-1].endswith("; further ones are not shown")
 
 
 REFUSED = json.dumps({"refused": "it does not have the sender's key"}).encode()

@@ -10,10 +10,10 @@ import pytest
 
 from turnwise.inference import PoolClient, VLLMServerClient
 from turnwise.inference.pool.engine import PrefixRouter
-from turnwise.inference.server import client as server_client
-from turnwise.inference.server.client import transfer_to
+from turnwise.inference.weights import sync
 from turnwise.inference.weights.publish import CollectiveTransfer
-from turnwise.inference.weights.sync import AutomaticTransfer, SafetensorsTransfer, SharedTransfer
+from turnwise.inference.weights.shared_transfer import SharedTransfer
+from turnwise.inference.weights.sync import AutomaticTransfer, SafetensorsTransfer, transfer_to
 from turnwise.run.checks import task_of, tiny_model
 from turnwise.train.validate import config_from_dict
 
@@ -67,7 +67,7 @@ def test_engines_beyond_this_host_get_weights_over_the_network(
     urls: list[str], name: str, folder: bool, kind: type, host: str | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     towards: list[str] = []
-    monkeypatch.setattr(server_client, "address_towards", lambda host: towards.append(host) or "127.0.0.2")
+    monkeypatch.setattr(sync, "address_towards", lambda host: towards.append(host) or "127.0.0.2")
     transfer: Any = transfer_to(urls, name, tmp_path if folder else None)
     assert type(transfer) is kind and towards == ([] if host is None else [host])
     if kind is CollectiveTransfer:

@@ -19,8 +19,8 @@ from turnwise.inference import TransformersClient
 from turnwise.inference.common.base import cut_at_stop
 from turnwise.inference.common.routed_experts import (
     NO_RECORD,
+    _find_rule,
     _Hook,
-    _rule_of,
     experts_from_text,
     experts_to_text,
     recording,
@@ -47,7 +47,7 @@ def routed(router, logits, ids):
     with torch.no_grad():
         router.weight.zero_()
         router.weight[:, 0] = torch.tensor(logits)
-    router.register_forward_hook(_Hook(0, _rule_of(router)))
+    router.register_forward_hook(_Hook(0, _find_rule(router)))
     with replaying(torch.tensor([[ids]], dtype=torch.int16)):
         _, weights, chosen = router(hidden)
     return weights[0].tolist(), chosen[0].tolist()
@@ -204,8 +204,8 @@ async def test_steps_have_them_and_records_leave_them_out():
     async with TransformersClient(build("qwen3_moe"), ByteTokenizer(), routed_experts=True) as client:
         [response] = await client.generate([request])
     step = to_step("solver", 0, [], request, response)
-    assert step.info["routed_experts"] is response.routed_experts
-    assert "routed_experts" not in to_step(None, 0, [], request, response).info, "a judge never trains"
+    assert step.facts.routed_experts is response.routed_experts
+    assert to_step(None, 0, [], request, response).facts.routed_experts is None, "a judge never trains"
     assert "routed_experts" not in jsonable(step)["info"]
     assert "routed_experts" not in str(encode(step))
     short = replace(response, routed_experts=RoutedExperts(response.routed_experts.ids[1:]))

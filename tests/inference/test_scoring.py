@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from turnwise.inference import TransformersClient
-from turnwise.inference.local.decode import ScoredSequence, length_batches
+from turnwise.inference.local.scoring import ScoredSequence, length_batches
 from turnwise.inference.scripted import ByteTokenizer, ScriptedClient
 from turnwise.types import ContextLengthError, ModelError, ModelRequest, Sampling, ScoringClient
 

@@ -24,7 +24,7 @@ from turnwise.inference.weights.sync import (
     make_transfer,
     open_weights,
 )
-from turnwise.inference.weights.weight_block import sums_of
+from turnwise.inference.weights.weight_block import checksum
 
 from .helpers import weights_at
 from .receiving import arrived, described
@@ -121,8 +121,8 @@ def test_weights_of_other_sums_are_refused(transfer: Any, monkeypatch: pytest.Mo
                 weights_at(handle)
     for name in ("float32", "int64"):
         weights = {name: weights_of()[name], "renamed": torch.ones(1)}
-        assert sums_of(weights) != sums_of({"other": weights[name], "renamed": torch.ones(1)})
-        assert sums_of(weights) == sums_of({name: weights[name].clone(), "renamed": torch.ones(1)})
+        assert checksum(weights) != checksum({"other": weights[name], "renamed": torch.ones(1)})
+        assert checksum(weights) == checksum({name: weights[name].clone(), "renamed": torch.ones(1)})
 
 
 def blocks() -> int:

@@ -302,7 +302,7 @@ async def test_a_served_engine_dies_comes_back_and_ends_with_its_starter(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("SOME_KEY", "sesame")
     shutil.copy(served_folder / "config.json", tmp_path)
-    words = ["serve", str(tmp_path), "--engine", "transformers", "--dummy-weights", "--max-batch-rows", "4"]
+    words = ["serve", str(tmp_path), "--engine", "transformers", "--dummy-weights", "--max-batch-size", "4"]
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "turnwise", *words, "--port", "0", "--api-key-env", "SOME_KEY"],
         stderr=subprocess.PIPE,

@@ -13,7 +13,8 @@ from turnwise.inference import PoolClient, VLLMServerClient, VLLMServerReader
 from turnwise.inference.pool.engine import PrefixRouter
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server.reader import ServedWeights
-from turnwise.inference.weights.sync import SharedMemoryTransfer, SharedTransfer
+from turnwise.inference.weights.shared_transfer import SharedTransfer
+from turnwise.inference.weights.sync import SharedMemoryTransfer
 
 from .helpers import (
     EXACT,

@@ -1,12 +1,21 @@
 """The table of features: what each of its values adds to a config. A new feature is a line of :data:`FEATURES`.
 
-The first value of a feature is the one that other tests mostly run. Keys of a config that no feature sets are in
-:data:`ELSEWHERE`, with the reason.
+The first value of a feature is the one that other tests mostly run. Credit rules, losses, matchmakers and signals come
+from their registries. A key that no feature sets joins by itself, with its default and another value of its type
+(:func:`by_keys`), or is in :data:`ELSEWHERE`, with the reason.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from turnwise.credit import registry as rules
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.health.signals import SIGNALS
+from turnwise.train.league.league import MATCHMAKERS
+from turnwise.train.terms.loss_types import registry as losses
+
+from ..config_keys import another, choices_of, keys_of
 
 Fragment = dict[str, Any]
 """Dotted config keys and their values."""
@@ -47,11 +56,19 @@ def _teacher(**settings: Any) -> Fragment:
     return own | {f"distill.{key}": value for key, value in settings.items()}
 
 
+RULE_OPTIONS: dict[str, Fragment] = {
+    "constant": {"value": 0.5},
+    "gdpo": {"rewards": {"REWARD": 1.0}},
+    "levels": {"edges": []},
+    "pass_at_k": {"k": 2},
+}
+LOSS_OPTIONS: dict[str, Fragment] = {"dro": {"beta": 0.1}}
+
 FEATURES: dict[str, dict[str, Fragment]] = {
     "task": {"sums": SUMS, "game": KUHN, "clues": CLUES, "several": SEVERAL, "agent": AGENT},
     "tree": {
         "none": {},
-        "first": _tree(),
+        "first": _tree(select="first"),
         "best": _tree(select="best", score_by="return"),
         "mixed": _tree(select="mixed", best_share=0.7, branch_at=["LAST"]),
         "sample": _tree(select="sample", temperature=0.5),
@@ -59,33 +76,31 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         "beam": _tree(beam_width=2),
         "playouts": _tree(select="best", score_by="value", playouts=1),
     },
-    "credit": {
-        "task": {},
-        "grpo": _rule("grpo"),
-        "at_grpo": _rule("at_grpo"),
-        "gigpo": _rule("gigpo"),
-        "reinforce_pp": _rule("reinforce_pp"),
-        "vine": _rule("vine"),
-        "rae": _rule("rae"),
-        "constant": _rule("constant", value=0.5),
-        "hierarchy": _rule("hierarchy"),
-        "pass_at_k": _rule("pass_at_k", k=2),
-        "gdpo": _rule("gdpo", rewards={"REWARD": 1.0}),
-    },
+    "credit": {"task": {}} | {rule: _rule(rule, **RULE_OPTIONS.get(rule, {})) for rule in sorted(rules)},
     "reward": {
         "own": {},
         "mix": {"reward.alpha": 0.5, "reward.mode": "convex"},
-        "difference": {"reward.difference": 0.5},
+        "difference": {"reward.difference": 0.5, "reward.mode": "weighted_sum"},
         "ramp": {"reward.turn_shaping": "ramp"},
         "discount": {"reward.turn_shaping": "discount", "reward.gamma": 0.5},
         "overlong": {"reward.overlong_buffer": 3, "reward.overlong_penalty": 0.5},
-        "invalid": {"reward.invalid_cost": 0.5},
+        "invalid": {"reward.invalid_cost": 0.5, "reward.turn_shaping": "none"},
         "threshold": {"reward.threshold": 0.5},
     },
     "policies": {
         "shared": {},
         "adapters": {"policy_sharing": "lora_per_actor"},
         "models": {"policy_sharing": "model_per_actor", "policies.default.optimizer": {"lr": 1e-3}},
+        "adapter": {
+            "policies.default.lora": {
+                "rank": 2,
+                "alpha": 4.0,
+                "dropout": 0.1,
+                "target_modules": ["q_proj", "down_proj"],
+            },
+            "policies.default.dropout": True,
+        },
+        "linear": {"policies.default.lora": {"rank": 2, "target_modules": "all-linear"}},
         "frozen": {"policies.ice": {"path": "tiny", "trainable": False}, "actors.FIRST.policy": "ice"},
     },
     "teacher": {
@@ -94,19 +109,18 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         "top_k": _teacher(top_k=3),
         "reward": _teacher(add_to_reward=True),
         "self": {"actors.LAST.teacher": "default", "distill.hint": "best"},
+        "hint": _teacher(hint="episode"),
     },
-    "loss": {
-        "clip": {},
-        "gspo": {"loss.type": "gspo"},
-        "cispo": {"loss.type": "cispo"},
-        "reinforce": {"loss.type": "reinforce"},
-        "kl-cov": {"loss.type": "kl-cov"},
-        "dppo": {"loss.type": "dppo"},
-        "dro": {"loss.type": "dro", "loss.options": {"beta": 0.1}},
+    "loss": {"default": {}}
+    | {
+        loss: {"loss.type": loss, **({"loss.options": LOSS_OPTIONS[loss]} if loss in LOSS_OPTIONS else {})}
+        for loss in losses
+        if loss != TrainConfig().loss.type
     },
     "aggregation": {
         "tokens": {},
         "rows": {"loss.aggregation": "seq-mean-token-mean"},
+        "sums": {"loss.aggregation": "seq-mean-token-sum"},
         "norm": {"loss.aggregation": "seq-mean-token-sum-norm", "loss.max_length": 16},
         "actors": {"loss.aggregation": "agent-mean"},
     },
@@ -115,7 +129,10 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         "loss": _kl(estimator="k2", importance_weighted=True),
         "reward": _kl(apply_to="reward"),
         "target": _kl(target=0.01, horizon=10),
-        "refresh": _kl(refresh_every=1),
+        "refresh": _kl(refresh_every=1, estimator="abs"),
+        "k1": _kl(estimator="k1"),
+        "k1+": _kl(estimator="k1+"),
+        "k3+": _kl(estimator="k3+"),
         "other": _kl() | {"policies.default.reference": "tiny"},
     },
     "entropy": {
@@ -137,6 +154,7 @@ FEATURES: dict[str, dict[str, Fragment]] = {
     "observations": {"no": {}, "yes": {"loss.observation_coef": 0.05}},
     "correction": {
         "none": {},
+        "token": {"loss.importance_correction": {"level": "token"}, "update.old_logprobs": "recompute"},
         "row": {
             "loss.importance_correction": {"level": "sequence", "cap": 2.0, "bounds": [0.1, 10.0]},
             "update.old_logprobs": "recompute",
@@ -192,19 +210,59 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         "none": {},
         "every": {"eval.every": 1, "checkpoint.keep_best": True, "eval.patience": 5},
         "parts": {"eval.every": 1, "eval.ablate": True},
+        "target": {"eval.every": 1, "eval.target_success": 1.0, "eval.hold": 3, "eval.num_prompts": 2},
         "solved": {"eval.exploitability_every": 1},
     },
     "episodes": {"whole": {}, "saved": {"checkpoint.save_running_episodes": True}},
     "record": {"full": {}, "short": {"log.record_for_replay": False}},
     "limit": {"steps": {}, "tokens": {"max_sampled_tokens": 10_000}, "seconds": {"max_seconds": 600.0}},
-    "league": {"none": {}, "past": {"league": {"share": 0.5, "every": 1, "size": 2, "opponents_per_step": 1}}},
-    "signals": {
-        "none": {},
-        "watched": {"health.window": 2, "health.signals": {"entropy": {}, "distinct": {"threshold": 0.01}}},
+    "league": {"none": {}}
+    | {
+        name: {
+            "league": {"share": 0.5, "every": 1, "size": 2, "opponents_per_step": 1},
+            "league.matchmaker": name,
+            "league.options": {},
+        }
+        for name in MATCHMAKERS
     },
-    "start": {"cold": {}, "warm": {"warm_start": {"steps": 1, "batch_size": 4, "lr": 1e-3}}},
+    "signals": {"none": {}}
+    | {
+        name: {"health.window": 2, "health.signals": {name: {}, "entropy": {"threshold": 0.01}}}
+        for name in SIGNALS
+        if name != "entropy"
+    },
+    "start": {
+        "cold": {},
+        "warm": {"warm_start": {"steps": 1, "batch_size": 4, "lr": 1e-3}},
+        "measured": {
+            "warm_start": {
+                **{"steps": 3, "batch_size": 80, "warmup": 1, "shuffle": False, "held_out": 32, "check_every": 2},
+                **{"target_reproduced": 1.0, "target_loss": 0.0, "min_entropy": 1e-6, "patience": 2},
+            }
+        },
+    },
     "privacy": {"no": {}, "checked": {"rollout.check_private": True}},
     "sampling": {"plain": {}, "cooler": {"rollout.temperature": 0.8, "rollout.max_concurrency_per_actor": {"LAST": 2}}},
+    "sizes": {
+        "small": {},
+        "odd": {
+            **{"rollout.prompts_per_step": 3, "rollout.group_size": 3, "rollout.max_concurrency": 2},
+            **{"rollout.max_batch_rows": 3, "update.lr": 5e-3, "log.rollouts_per_step": 200},
+        },
+    },
+    "patience": {
+        "default": {},
+        "short": {
+            **{"rollout.timeout": 60.0, "rollout.answer_timeout": 30.0, "rollout.failure_threshold": 0.25},
+            **{"update.max_nonfinite_updates": 1, "sharding.timeout": 200.0},
+        },
+    },
+    "shards": {
+        "one": {},
+        "groups": {"sharding.parallel": True},
+        "copies": {"sharding.replicas": 2, "sharding.compute_dtype": "float32"},
+        "narrow": {"sharding.compute_dtype": "bfloat16"},
+    },
 }
 
 BASE: Fragment = {
@@ -227,38 +285,58 @@ BASE: Fragment = {
 }
 
 ELSEWHERE = {
-    "where and with what a run computes": (
-        "run_dir",
-        "code",
-        "resume",
-        "rollout.max_batch_rows",
-        "rollout.max_tokens",
-        "gateway",
-    ),
-    "a GPU, several processes or a server": (
-        "rollout.client",
-        "rollout.vllm",
-        "rollout.server",
-        "learner",
-        "sharding",
-        "cluster",
-    ),
+    "where and with what a run computes": ("run_dir", "code", "resume", "device", "threads", "gateway"),
+    "these runs are compared, with those of another seed or other lengths": ("seed", "steps", "checkpoint"),
+    "the actors of these tasks have limits of their own": ("rollout.max_tokens",),
+    "a GPU or a server": ("rollout.client", "rollout.vllm", "rollout.server", "learner", "cluster", "sharding.offload"),
+    "other models": ("rollout.routing_replay", "policies.default.path"),
     "a task with levels": ("curriculum.gate",),
-    "a mixture of experts": ("rollout.routing_replay",),
-    "limits that no tiny run reaches": (
-        "rollout.timeout",
-        "rollout.answer_timeout",
-        "rollout.failure_threshold",
-        "update.max_nonfinite_updates",
-        "eval.target_success",
-        "eval.hold",
-        "health.start_samples",
-    ),
-    "several tasks": ("loss.by_task",),
-    "tests of their own walk over them": ("warm_start", "league", "policies.NAME.lora", "tasks.NAME"),
-    "other programs read them": ("log.tensorboard", "log.wandb", "log.wandb_mode", "log.prometheus"),
+    "a file of rows": ("warm_start.data", "warm_start.min_reward"),
+    "random weights solve nothing": ("health.start_questions", "health.start_samples"),
+    "a policy that trains": ("policies.default.trainable", "policies.default.dtype = float16"),
+    "other programs read them": ("log.tensorboard", "log.wandb", "log.prometheus", "log.progress"),
 }
-"""Sections and keys that no feature sets, by reason."""
+"""Sections, keys and choices that no feature sets, by reason."""
+
+
+def set_by(fragment: Fragment) -> dict[str, Any]:
+    """Return the keys that a fragment sets with their values, also those in tables that it sets as a whole."""
+    found = dict(fragment)
+    for key, value in fragment.items():
+        if isinstance(value, dict):
+            found |= set_by({f"{key}.{name}": each for name, each in value.items()})
+    return found
+
+
+def default_of(key: str) -> Any:
+    value: Any = TrainConfig()
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+    return value
+
+
+def is_elsewhere(key: str) -> bool:
+    return any(key == each or key.startswith(each + ".") for keys in ELSEWHERE.values() for each in keys)
+
+
+def keys_in(features: dict[str, dict[str, Fragment]]) -> set[str]:
+    """The keys that the values of ``features`` set, and the sections of these keys."""
+    keys = {key for values in features.values() for fragment in values.values() for key in set_by(fragment)}
+    return {".".join(key.split(".")[:depth]) for key in keys for depth in range(1, key.count(".") + 2)}
+
+
+def by_keys(features: dict[str, dict[str, Fragment]]) -> dict[str, dict[str, Fragment]]:
+    """Return a feature for each key that none of ``features`` sets: its default, and other values of its type."""
+    known = keys_in(features)
+    found: dict[str, dict[str, Fragment]] = {}
+    for key, kind in keys_of().items():
+        if key not in known and not is_elsewhere(key):
+            others = [each for each in choices_of(kind) if each != default_of(key)] or [another(kind, default_of(key))]
+            found[key] = {"default": {}} | {str(other): {key: other} for other in others}
+    return found
+
+
+FEATURES |= by_keys(FEATURES)
 
 
 def config_of(row: dict[str, str]) -> dict[str, Any]:

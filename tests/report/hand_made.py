@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from turnwise.train.log.run_log import RunLog
-from turnwise.types import CHILD, GenerateResult, Rollout, Step
+from turnwise.types import CHILD, GenerateResult, Rollout, Step, StepFacts
 
 HOSTILE = "</script><b id=injected>bold</b><!-- {{data}} & \u2028"
 """What would break out of the page if any text entered it as HTML."""
@@ -63,8 +63,9 @@ def hand_made(folder: Path, step: int) -> None:
         call(words, "alice", 0, HOSTILE, reward=1.0, advantage=0.5, info={"selected_by": "draw"}, **node),
         call(words, "alice", 0, "a worse move", reward=-1.0, advantage=-0.5, branch=1, selected=False, **node),
         call(words, "alice", 0, "never mind", branch=2, selected=False, trainable=False,
-             info={"error": "ModelError: the server is gone"}, **node),
-        call(words, "bob", 0, "my reply", reward=0.0, info={"env_response": "bob moved to B2", "private": ["board"]}),
+             facts=StepFacts(error="ModelError: the server is gone"), **node),
+        call(words, "bob", 0, "my reply", reward=0.0,
+             facts=StepFacts(env_response="bob moved to B2", private=["board"])),
         call(words, None, 1, "verdict fair", trainable=False, finish_reason="length"),
     ]  # fmt: skip
     half_done = [call(words, "alice", 0, "half done")]

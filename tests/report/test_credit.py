@@ -159,7 +159,7 @@ def test_what_groups_were_paid_failed_or_dropped_by_stays_so(groups):
     steps = recorded_steps(groups / "rollouts.jsonl")
     nodes = [node.rollout for _, results in steps for top in results for node in top.walk()]
     failed = [rollout.id for rollout in nodes if "RuntimeError: a seven" in (rollout.error or "")]
-    dropped = [rollout.id for rollout in nodes if rollout.meta.get("dropped")]
+    dropped = [rollout.id for rollout in nodes if rollout.facts.dropped]
     paid = [rollout for rollout in nodes if rollout.error is None and rollout.id not in dropped]
     assert failed and dropped and len({rollout.rewards.get("solver") for rollout in paid}) > 3
     for rollout in paid:

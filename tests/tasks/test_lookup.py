@@ -12,7 +12,8 @@ from turnwise.chat.formats import ChatFormat
 from turnwise.tasks import build_task
 from turnwise.tasks.lookup import LOOK_UP, LookupQuestion, LookupTable
 from turnwise.tasks.tiny import build_tokenizer
-from turnwise.train.update.sft_data import SFTRow, fitting
+from turnwise.train.update.sft_data import fitting
+from turnwise.train.update.sft_rows import SFTRow
 
 
 def test_a_table() -> None:

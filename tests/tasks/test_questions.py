@@ -196,7 +196,7 @@ def test_a_bad_row_is_named_with_its_file_and_line(tmp_path: Any, source: str, k
     path.write_bytes((good * 2 + bad + "\n" + good).encode("utf-8", "surrogateescape"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("A page.")
-    from turnwise.train.update.sft_data import RowReader
+    from turnwise.train.update.sft_rows import RowReader
 
     make: dict[str, Any] = {
         "gsm8k": lambda: build_task("gsm8k", {"path": str(path)}),

@@ -6,13 +6,15 @@ import pytest
 
 from turnwise.arena import RewardMix, TreeSampler
 from turnwise.run.build import arena_for_client
-from turnwise.run.checks import check_reward, dry_run, resolve_config, task_of
+from turnwise.run.checks import dry_run, resolve_config, task_of
+from turnwise.run.parts import FactsOfTask
+from turnwise.settings.section import RunFacts
 from turnwise.tasks import TASKS, build_task
 from turnwise.tasks.math_orchestra import SOLVER, VERIFIER
 from turnwise.tasks.search_orchestra import SearchOrchestraTask
 from turnwise.tasks.search_orchestra.prompts import ANSWERER, SEARCHER
 from turnwise.tasks.search_orchestra.prompts import VERIFIER as ROUTER
-from turnwise.train.config.sampling import RewardConfig
+from turnwise.train.config.rewards import RewardConfig
 from turnwise.train.config.toml import ConfigError, Problems
 from turnwise.train.validate import config_from_dict, load_config
 
@@ -49,16 +51,16 @@ def problems_of(config):
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_every_task_serves_a_key_or_refuses_it_with_the_reason(task, questions):
-    refused, episodes = set(), task_of(config_of(task, questions)).episodes()
+    refused, built = set(), task_of(config_of(task, questions))
     for key, value in VALUES.items():
         reward = {"turn_shaping": "discount", key: value} if key == "gamma" else {key: value}
-        problems = Problems()
-        with problems.gathered():
-            check_reward(config_of(task, questions, reward=reward), episodes)
-        if any(line.startswith(f"config key 'reward.{key}' = {value!r}: episode '") for line in problems.lines):
+        facts = FactsOfTask(config_of(task, questions, credit={"rule": "grpo"}), built, built.actors)
+        run = RunFacts(config=config_of(task, questions, reward=reward, credit={"rule": "grpo"}), task=facts)
+        lines = list(run.config.reward.conflicts(run, "reward"))
+        if any(line.startswith(f"config key 'reward.{key}' = {value!r}: episode '") for line in lines):
             refused.add(key)
         else:
-            assert not problems.lines
+            assert not lines
     assert refused == REFUSED.get(task, set())
 
 
@@ -112,7 +114,7 @@ def test_the_values_reach_the_arena(table):
 # --- differences by hand ----------------------------------------------------------------------------------------------
 def differences(result):
     assert result.rollout.error is None, result.rollout.error
-    return [(step.actor_id, pytest.approx(step.info["team_difference"])) for step in result.rollout.steps]
+    return [(step.actor_id, pytest.approx(step.facts.team_difference)) for step in result.rollout.steps]
 
 
 async def test_in_a_tree_the_orchestra_mixes_actions(table, questions):

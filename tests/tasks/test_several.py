@@ -39,16 +39,16 @@ def test_each_step_asks_each_task_in_its_share():
 def test_requests_are_of_their_tasks_and_groups_stay_apart():
     task = several(easy=1, hard=1, clues=2)
     requests = task.requests(1, 8, 2)
-    assert Counter(request.meta["task"] for request in requests) == {"easy": 4, "hard": 4, "clues": 8}
-    assert {(request.meta["task"], request.episode_type) for request in requests} == {
+    assert Counter(request.facts.task for request in requests) == {"easy": 4, "hard": 4, "clues": 8}
+    assert {(request.facts.task, request.episode_type) for request in requests} == {
         ("easy", "easy/sudoku"), ("hard", "hard/sudoku"), ("clues", "split_clues")
     }  # fmt: skip
     assert set(task.episodes()) == {"easy/sudoku", "hard/sudoku", "split_clues"}
     groups = Counter(request.group_id for request in requests)
     assert len(groups) == 8 and set(groups.values()) == {2}
     own = build_task("split_clues").requests(1, 4, 2)
-    assert [r.artifact for r in requests if r.meta["task"] == "clues"] == [r.artifact for r in own]
-    assert [r.meta["task"] for r in task.eval_requests("validation", 2)] == ["easy"] * 2 + ["hard"] * 2 + ["clues"] * 2
+    assert [r.artifact for r in requests if r.facts.task == "clues"] == [r.artifact for r in own]
+    assert [r.facts.task for r in task.eval_requests("validation", 2)] == ["easy"] * 2 + ["hard"] * 2 + ["clues"] * 2
     assert task.problems(requests + task.eval_requests("eval", 2)) == []
 
 

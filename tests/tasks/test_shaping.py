@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from turnwise.arena import TreeSampler
-from turnwise.run.checks import build_credit, with_default_credit
+from turnwise.run.parts import build_credit, with_default_credit
 from turnwise.tasks import build_task
 from turnwise.tasks.plan_path import maze, parse_route
 from turnwise.tasks.plan_path.prompts import read_messages as read_maze

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import turnwise
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.scripted import ByteTokenizer
+from turnwise.inference.server import own
 from turnwise.run.clients import build_client
 from turnwise.train.validate import config_from_dict
 
 from ..inference.fake_server import faking
+from ..inference.helpers import build
 from ..inference.test_vllm_server import Pretend
 
 PACKAGE = Path(turnwise.__file__).parent
@@ -67,7 +70,26 @@ async def test_one_action_reaches_the_client_in_few_calls(make_trainer, sampler,
     assert len(longest) <= most_calls and len(files) <= most_files, "\n".join(longest)
 
 
-async def test_one_action_reaches_a_server_in_few_calls(make_trainer, monkeypatch):
+class FakeModelServer:
+    """Instead of a server's process: ``url`` is that of the fake server."""
+
+    failure = None
+
+    def __init__(self, settings, log=None) -> None:
+        self.url = settings.url
+
+    def start(self) -> None: ...
+
+    def stop(self, wait: bool = True) -> None: ...
+
+    def endpoint(self, timeout: float) -> Endpoint:
+        return Endpoint(self.url, timeout=timeout)
+
+
+@pytest.mark.parametrize(("place", "most_calls", "most_files"), [("url", 23, 10), ("own server", 24, 11)])
+async def test_one_action_reaches_a_server_in_few_calls(
+    make_trainer, monkeypatch, tmp_path, place, most_calls, most_files
+):
     """From ``Trainer.run`` to the HTTP request, by the client of a config: calls in the client's threads count, too."""
     trainer = make_trainer(steps=1)
     trainer.validation, trainer.arena.episodes["letters"].sampler = None, None
@@ -91,10 +113,16 @@ async def test_one_action_reaches_a_server_in_few_calls(make_trainer, monkeypatc
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit_and_keep)
     monkeypatch.setattr(Endpoint, "_open_session", open_and_look)
+    model = build("served")
     with faking(Pretend().script) as server:
-        options = {"policies": {"default": {}}, "rollout": {"client": "vllm", "server": {"url": server.url}}}
-        config = config_from_dict({"task": "x:y", **options})
-        async with build_client(config, ByteTokenizer(), {"default": None}) as client:
+        options = {"policies": {"default": {}}, "rollout": {"client": "vllm"}}
+        if place == "url":
+            options["rollout"]["server"] = {"url": server.url}
+        monkeypatch.setattr(own, "ModelServer", FakeModelServer)
+        monkeypatch.setattr(own, "ServeSettings", lambda *args, **settings: SimpleNamespace(url=server.url))
+        monkeypatch.setattr(own, "vllm_or_raise", lambda: None)
+        config = config_from_dict({"task": "x:y", "run_dir": str(tmp_path / "run"), **options})
+        async with build_client(config, ByteTokenizer(), {"default": model}) as client:
 
             async def ask_both(requests):
                 await client.generate(requests)
@@ -106,4 +134,4 @@ async def test_one_action_reaches_a_server_in_few_calls(make_trainer, monkeypatc
     longest = max(asked, key=len)
     files = {call.partition(" ")[0] for call in longest}
     assert longest[0] == "train/loop.py run" and "arena/arena.py call_model" in longest
-    assert len(longest) <= 27 and len(files) <= 12, "\n".join(longest)
+    assert len(longest) <= most_calls and len(files) <= most_files, "\n".join(longest)

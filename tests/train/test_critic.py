@@ -121,7 +121,7 @@ def test_an_update_that_fails_leaves_the_bias_as_it_was(small_model, three_rows,
     monkeypatch.setattr("turnwise.train.update.update.accumulate", fail)
     with pytest.raises(OSError):
         learner.update(three_rows, ["default"], {}, np.random.default_rng(0), lambda done, total: None)
-    assert head_of(policy).bias.tolist() == [0] and not learner.torn
+    assert head_of(policy).bias.tolist() == [0] and not learner.partially_updated
 
 
 @pytest.mark.parametrize(

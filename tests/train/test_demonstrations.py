@@ -13,7 +13,8 @@ from turnwise.inference import ScriptedClient
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.update.sft_data import RowReader, SFTRow, demonstrated, fitting, tokenize
+from turnwise.train.update.sft_data import fitting, tokenize
+from turnwise.train.update.sft_rows import RowReader, SFTRow, demonstrated
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Step
 
 from ..chat.families import CHAT_FAMILIES, QWEN, byte_tokenizer, chat_tokenizer, installed_families
@@ -83,7 +84,7 @@ def test_bad_rows_name_file_and_line(write, line, message):
 def test_files_that_give_nothing(write, tmp_path):
     with pytest.raises(ConfigError, match=r"warm_start.data' = .*rows.jsonl': no row to learn from, the file is empty"):
         RowReader(["solver"]).read(write(""))
-    with pytest.raises(ConfigError, match=r"warm_start.data' = '.*none.jsonl' can't be read: .*No such file"):
+    with pytest.raises(ConfigError, match=r"warm_start.data' = '.*none.jsonl': can't be read: .*No such file"):
         RowReader(["solver"]).read(tmp_path / "none.jsonl")
     # A reward that none reaches.
     with pytest.raises(ConfigError, match=r"no row to learn from, left out: .*4 rewarded below 2"):

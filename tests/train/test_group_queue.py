@@ -16,7 +16,7 @@ from turnwise.arena import Arena
 from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.group_queue import GroupQueue, Pending
-from turnwise.train.interrupt import leave
+from turnwise.train.interrupt import wait_or_abandon
 from turnwise.types import EpisodeRequest
 
 from ..trained import lines_of, notes_of
@@ -163,7 +163,7 @@ async def test_a_checkpoint_keeps_whole_batches_and_where_drawing_goes_on():
         assert queue.pending() == Pending([[0], [1]], 2), "3 is drawn again after 2"
         assert queue.pending(1) == Pending([[0]], 1)
         before, running = queue.discard()
-        await leave(running)
+        await wait_or_abandon(running)
         assert before == 2 and batches.cancelled == [2]
         assert queue.pending() == Pending([[0], [1]], None)
         # What can't be saved is drawn again as well, also a batch whose update failed.
@@ -240,10 +240,10 @@ async def test_every_way_out_ends_what_is_under_way_and_it_is_drawn_again():
         queue.start_up_to(0, until=9)
         await ticks()
         batches.drawn, running = queue.discard()
-        await leave(running)
+        await wait_or_abandon(running)
         queue.start_up_to(0, until=9)
         before, running = queue.discard()
-        await leave(running)
+        await wait_or_abandon(running)
         assert before is None and not batches.running, "nothing was drawn yet"
         queue.start_up_to(0, until=9)
         await ticks()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from turnwise.inference import TransformersClient
-from turnwise.inference.common.hf_model import limit_head, token_rows, tokens_of
+from turnwise.inference.common.hf_model import count_tokens, limit_head, token_rows
 from turnwise.inference.vllm.worker import WorkerExtension
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
@@ -97,12 +97,12 @@ def test_a_teacher_with_another_head_teaches_the_tokens_that_both_have(small_mod
 def test_copies_and_adapters_of_a_head_know_its_tokens(small_model):
     model, tokenizer = padded(small_model)
     assert token_rows(model) is None
-    limit_head(model, tokens_of(tokenizer))
+    limit_head(model, count_tokens(tokenizer))
     config = peft_config(LoraConfig(rank=2, target_modules=["q_proj"]))
     for each in (copy.deepcopy(model), SharedBase(model, "").add_adapter("a", config, 0)):
-        assert token_rows(each) == len(tokenizer) == tokens_of(tokenizer)
+        assert token_rows(each) == len(tokenizer) == count_tokens(tokenizer)
     limit_head(model, None)
-    assert token_rows(model) == len(tokenizer) and tokens_of(object()) is None
+    assert token_rows(model) == len(tokenizer) and count_tokens(object()) is None
 
 
 def test_the_worker_of_a_server_gives_them_no_logit(small_model):

@@ -17,7 +17,8 @@ from turnwise.inference import TransformersClient
 from turnwise.train import Trainer
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError, read_listed, write_manifest
-from turnwise.train.resume import QUEUE, rewound_state, sampler_state
+from turnwise.train.resume import rewound_state
+from turnwise.train.resume_queue import QUEUE, sampler_state
 from turnwise.types import EpisodeRequest
 
 from ..trained import equal, lines_of, notes_of, weights_of

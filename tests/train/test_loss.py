@@ -154,7 +154,7 @@ def test_a_draw_does_not_depend_on_the_order_of_the_micro_batches(random_batch):
         ),
         (
             {"kl": {"coef": 0.1, "importance_weighted": True, "apply_to": "reward"}},
-            r"'loss.kl.importance_weighted' = True: expected False with loss.kl.apply_to = 'reward'",
+            r"'loss.kl.importance_weighted' = true: expected false with loss.kl.apply_to = 'reward'",
         ),
         ({"kl": {"target": 0.1}}, r"'loss.kl.target': needs loss.kl.coef > 0"),
     ],

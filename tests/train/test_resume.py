@@ -16,7 +16,7 @@ from turnwise.arena.stages.curriculum import Curriculum, CurriculumStage
 from turnwise.credit import RAECredit
 from turnwise.samples.pack import select
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.resume import QUEUE
+from turnwise.train.resume_queue import QUEUE
 from turnwise.types import EpisodeRequest
 
 from ..trained import equal, lines_of, notes_of, weights_of

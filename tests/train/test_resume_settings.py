@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import types
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import pytest
-from annotated_types import Ge, Gt, Le, Lt
 
+import turnwise.train.resume
 from turnwise.run.build import train_from_config
 from turnwise.run.checks import dry_run
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.config.base import Section
 from turnwise.train.config.changes import resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.model import loading
 from turnwise.train.resume import SETTINGS
 from turnwise.train.validate import config_from_dict
+
+from ..config_keys import another, keys_of
 
 RUN: dict[str, Any] = {
     "task": "sudoku",
@@ -132,6 +132,27 @@ def test_what_the_checkpoint_cannot_serve_is_refused_before_a_model_is_loaded(ke
             ask(config_of(folder, *before, setting(key, value)))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"task": "kuhn_poker"}, {"tasks": {"sudoku": {}, "kuhn_poker": {}}, "task_options": {}}],
+    ids=["task", "tasks"],
+)
+def test_other_tokens_than_those_of_the_checkpoint_are_refused_before_a_model_is_loaded(begun, monkeypatch, change):
+    """The tiny model's tokens are those of the task's texts. Of equally many others its weights would mean others."""
+    folder = begun()
+    monkeypatch.setattr(loading, "load_models", lambda *_, **__: pytest.fail("a model was loaded"))
+    told = f"config key '{next(iter(change))}'.*its weights were trained with others"
+    for ask in (train_from_config, dry_run):
+        with pytest.raises(ConfigError, match=told):
+            ask(config_of(folder, change))
+
+
+def test_a_checkpoint_without_tokens_goes_on(begun, monkeypatch, capsys):
+    """Of an earlier version, or of a tokenizer that can't list its tokens."""
+    monkeypatch.setattr(turnwise.train.resume, "digest_of", lambda tokenizer: None)
+    assert resume(begun({"seed": 3}), capsys, {"seed": 3})[0].trainer.progress.step == 2
+
+
 def test_a_critic_can_not_be_left_out(begun):
     with pytest.raises(ConfigError, match=r"config key 'loss.critic' = unset: it was set"):
         train_from_config(config_of(begun(CRITIC), {"steps": 2}))
@@ -151,47 +172,7 @@ def test_settings_that_cannot_be_read_are_told(tmp_path):
 
 
 # -- All keys ----------------------------------------------------------------------------------------------------------
-def keys_of(section: type[Section], above: str = "") -> dict[str, Any]:
-    """Return the type of each key; tables of sections are those of the policy ``default``."""
-    found: dict[str, Any] = {}
-    for name, field in section.model_fields.items():
-        inner = [each for each in (field.annotation, *get_args(field.annotation)) if isinstance(each, type)]
-        sections = [each for each in inner if issubclass(each, Section)]
-        if sections and name == "policies":
-            found |= keys_of(sections[0], f"{above}policies.default.")
-        elif sections and name not in ("tasks", "phases", "actors", "signals", "engines"):
-            found |= keys_of(sections[0], f"{above}{name}.")
-        else:
-            found[above + name] = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    return found
-
-
-def another(annotation: Any, value: Any) -> Any:
-    """Return a valid value of a key of type ``annotation`` that is not ``value``."""
-    kind, bounds = annotation, ()
-    if get_origin(annotation) is Annotated:
-        kind, *bounds = get_args(annotation)
-    if get_origin(kind) in (Union, types.UnionType):
-        kinds = [each for each in get_args(kind) if each is not type(None)]
-        return another(Annotated[kinds[-1], *bounds] if bounds else kinds[-1], value)
-    if get_origin(kind) is Literal:
-        return next((each for each in get_args(kind) if each != value), value)
-    if kind is bool:
-        return not value
-    if kind in (int, float):
-        most = [each.le if isinstance(each, Le) else each.lt for each in bounds if isinstance(each, Le | Lt)]
-        least = [each.ge if isinstance(each, Ge) else each.gt for each in bounds if isinstance(each, Ge | Gt)]
-        number = value if isinstance(value, int | float) and not isinstance(value, bool) else (least or [0])[0]
-        tried = [number + 1, number + 0.25, number / 2, number - 0.25]
-        return next(kind(each) for each in tried if each != number and (not most or each < most[0]))
-    if get_origin(kind) in (list, tuple):
-        return [another(each, 0) for each in get_args(kind)] if get_origin(kind) is tuple else ["other"]
-    if get_origin(kind) is dict or kind is dict:
-        return {"other": another(get_args(kind)[-1], None)}
-    return "other"
-
-
-KEYS = {key: kind for key, kind in keys_of(TrainConfig).items() if key not in ("run_dir", "steps", "resume", "code")}
+KEYS = {key: kind for key, kind in keys_of().items() if key not in ("run_dir", "steps", "resume", "code")}
 BASES = {"plain": (), "rich": (ADAPTERS, KL, RAE, {"loop": {"max_staleness": 1}, "eval": {"every": 1}})}
 
 

@@ -35,7 +35,7 @@ from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.train.terms.term import Part
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import config_from_dict
-from turnwise.types import Actor, EpisodeRequest, RoutedExperts, Sample
+from turnwise.types import Actor, EpisodeRequest, RoutedExperts, Sample, StepFacts
 
 from ..inference.mixtures import build
 
@@ -201,7 +201,7 @@ def test_the_first_row_of_a_shared_prefix_counts():
     ids[1, 0] = [1, 0]  # the same two in another order
     samples = [
         Sample(0, "e", "a", 0, 0, None, f"r{n}", 0, "default", [1, 2, 3], [4 + n], [-1.0], [(1, 0)], 0.0, 0.0, 1.0,
-               info={"routed_experts": RoutedExperts(ids[n])})
+               facts=StepFacts(routed_experts=RoutedExperts(ids[n])))
         for n in range(2)
     ]  # fmt: skip
     batch = packed(samples)
@@ -215,7 +215,7 @@ def test_the_first_row_of_a_shared_prefix_counts():
     assert apart[[0, 1, 2, 4, 5, 6]].tolist() == ids.reshape(6, LAYERS, TOP_K).tolist()
     assert (apart[[3, 7]] == -1).all()
     with pytest.raises(ValueError, match=r"step 0 of rollout 'r0': routed_experts of shape \(2, 3, 2\): expected \[3,"):
-        packed([replace(samples[0], info={"routed_experts": RoutedExperts(ids[0, 1:])})])
+        packed([replace(samples[0], facts=StepFacts(routed_experts=RoutedExperts(ids[0, 1:])))])
 
 
 def test_experts_of_another_model_are_an_error(tree_batch):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from turnwise.run.build import build_run
-from turnwise.run.checks import dry_run, exploitability_of
+from turnwise.run.checks import dry_run
+from turnwise.run.parts import exploitability_of
 from turnwise.tasks.two_player import score_policy
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict

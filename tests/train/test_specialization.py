@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from turnwise.run.policy_sharing import resolve_policies
@@ -11,7 +14,13 @@ TEAM = [Actor("solver"), Actor("critic")]
 
 
 def resolve(**config):
-    return resolve_policies(config_from_dict(config), TEAM, "sums")
+    actors, resolved = resolve_policies(config_from_dict(config), TEAM)
+    task: Any = SimpleNamespace(
+        name="sums", actors=actors, seats=(), parts={}, credit=None, episodes={}, held_out=((), ()), problems=list
+    )
+    if lines := contradictions(resolved, task=task):
+        raise ConfigError("\n".join(lines))
+    return actors, resolved
 
 
 def played(actors):
@@ -20,7 +29,7 @@ def played(actors):
 
 def test_prompts_share_one_policy_and_the_config_stays():
     config = config_from_dict({})
-    actors, resolved = resolve_policies(config, TEAM, "sums")
+    actors, resolved = resolve_policies(config, TEAM)
     assert actors == TEAM and resolved == config
     # Lora without settings takes the default ones.
     _, resolved = resolve(policy_sharing="lora_per_actor")
@@ -53,7 +62,7 @@ def test_the_resolved_config_says_the_same_again(tmp_path):
     policies = {"default": {"path": "m"}, "critic": {"optimizer": {"lr": 1e-4}}}
     actors, resolved = resolve(policy_sharing="lora_per_actor", policies=policies)
     (tmp_path / "config.toml").write_text(to_toml(resolved))
-    again, twice = resolve_policies(load_config(tmp_path / "config.toml"), TEAM, "sums")
+    again, twice = resolve_policies(load_config(tmp_path / "config.toml"), TEAM)
     assert again == actors and twice == resolved
 
 
@@ -66,7 +75,7 @@ def test_a_teacher_is_a_frozen_policy_unless_it_also_plays(tmp_path, level):
     assert not resolved.policies["big"].trainable and resolved.policies["big"].lora is None
     assert all(settings.trainable for name, settings in resolved.policies.items() if name != "big")
     (tmp_path / "config.toml").write_text(to_toml(resolved))
-    again, twice = resolve_policies(load_config(tmp_path / "config.toml"), TEAM, "sums")
+    again, twice = resolve_policies(load_config(tmp_path / "config.toml"), TEAM)
     assert again == actors and twice == resolved
     # One that also plays trains as before.
     both = {"solver": "big", "critic": {"policy": "default", "teacher": "big"}}

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
 from turnwise.credit import GRPOCredit, LevelCredit, TurnReturnsCredit, VineCredit
-from turnwise.run.parts import sampler_of, tree_problem
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.sampling import TreeConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict, load_config
+from turnwise.types import Actor
+
+
+def facts_of(config, actors=(), credit=None):
+    played = [Actor(name) for name in actors]
+    task = SimpleNamespace(name="t", actors=played, seats=(), parts={}, credit=credit, episodes={})
+    return RunFacts(config=config, task=task)
+
+
+def sampler_of(config):
+    return config.rollout.tree.sampler(config.rollout.branches, config.steps)
+
+
+def tree_problem(credit, config):
+    """The one line of the rule and the tree; empty if they fit."""
+    facts = facts_of(config, credit=credit)
+    lines = [*config.credit.conflicts(facts, "credit"), *config.rollout.tree.conflicts(facts, "rollout.tree")]
+    assert len(lines) < 2
+    return "".join(lines)
 
 
 def config_of(branches=1, rule="at_grpo", **tree):
@@ -18,16 +38,16 @@ def config_of(branches=1, rule="at_grpo", **tree):
 
 
 def test_every_key_reaches_the_sampler():
-    assert sampler_of(config_of(), ["a"]) is None
-    sampler = sampler_of(config_of(6, beam_width=2, score_by="value", playouts=3, branch_at=["b"]), ["a", "b"])
+    assert sampler_of(config_of()) is None
+    sampler = sampler_of(config_of(6, beam_width=2, score_by="value", playouts=3, branch_at=["b"]))
     assert (sampler.branches, sampler.beam_width, sampler.score_by, sampler.playouts) == (6, 2, "value", 3)
     assert list(sampler.branch_at) == ["b"]
-    assert sampler_of(config_of(6, select="sample", temperature=0.5), []).select.temperature == 0.5
-    assert sampler_of(config_of(6, select="none"), []).select is None
-    mixed = sampler_of(config_of(6, select="mixed", best_share=[1.0, 0.2]), [])
+    assert sampler_of(config_of(6, select="sample", temperature=0.5)).select.temperature == 0.5
+    assert sampler_of(config_of(6, select="none")).select is None
+    mixed = sampler_of(config_of(6, select="mixed", best_share=[1.0, 0.2]))
     assert [mixed.best_share_at(batch) for batch in (0, 99, 200)] == pytest.approx([1.0, 0.2, 0.2]), "100 steps"
-    assert sampler_of(config_of(6, select="mixed", best_share=0.25), []).best_share_at(50) == 0.25
-    assert sampler_of(config_of(1, playouts=2), []).playouts == 2
+    assert sampler_of(config_of(6, select="mixed", best_share=0.25)).best_share_at(50) == 0.25
+    assert sampler_of(config_of(1, playouts=2)).playouts == 2
     assert set(TreeConfig.model_fields) == {
         "select", "best_share", "beam_width", "score_by", "temperature", "playouts", "branch_at",
     }  # fmt: skip
@@ -47,7 +67,9 @@ def test_every_key_reaches_the_sampler():
 )
 def test_what_can_not_be(settings, message):
     with pytest.raises(ConfigError, match=message):
-        sampler_of(config_of(**settings), ["proposer", "reviser"])
+        config = config_of(**settings)
+        facts = facts_of(config, ["proposer", "reviser"])
+        raise ConfigError("\n".join(config.rollout.tree.conflicts(facts, "rollout.tree")))
 
 
 @pytest.mark.parametrize("share", [1.5, -0.1, "half", [0.5], [0.5, 2.0], [1.0, 0.5, 0.0]])

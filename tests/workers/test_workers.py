@@ -101,7 +101,7 @@ async def test_equal_to_one_arena(name: str, count: int, workers: Workers, alone
     assert difference(found, expected) == ""
     results = [result for step in range(3) for result in found[step][0]]
     if name == "dynamic":
-        assert max(result.rollout.meta["draw"] for result in results) > 0
+        assert max(result.rollout.facts.draw for result in results) > 0
     if name in SEQUENTIAL:
         [state] = found[2][5]["stores"].values()
         assert len(state["artifacts"]) > 2 and "pending" not in repr(found)

@@ -1,7 +1,7 @@
 """The arena: actors, episodes (nested too), rubrics, stores and tree sampling; requests in, a training batch out.
 
 Read in this order: arena, episode, multi_turn, answers, runner, stages, episode_checkpoints, setup.
-May import: types, utils, state, chat, samples.
+May import: types, utils, settings, state, chat, samples.
 """
 
 from turnwise.arena.arena import Arena

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import random
@@ -84,7 +85,11 @@ class Arena(ArenaSetup):
 
         Several batches may be sampled at once: start the next one after this one has called ``on_requests_fixed()``.
         """
-        results = await self.stages.sample(self, await self.draw(), on_requests_fixed)
+        requests = await self.draw()
+        results = await self.stages.sample(self, requests, on_requests_fixed)
+        if results is None:
+            on_requests_fixed()  # the next batch starts when this one waits for its first model call
+            results = await self.generate_rollouts(requests)
         await self.stages.sampled(self, results)
         return results
 
@@ -165,10 +170,13 @@ class Arena(ArenaSetup):
             self.stages.ended(results)
             return results
         pairs = zip(requests, contexts, strict=True)
-        running = run_limited([partial(run_episode, self, *pair, failures) for pair in pairs], concurrency)
+        limited = run_limited([partial(run_episode, self, *pair, failures) for pair in pairs], concurrency)
+        running = list(map(asyncio.create_task, limited))
         if parent is None:
             with self.episode_counter.batch(len(running)) as ended:
-                results = await gather_or_cancel(running, ended)
+                for task in running:
+                    task.add_done_callback(lambda task: ended())
+                results = await gather_or_cancel(running)
         else:
             results = await gather_or_cancel(running)
         await score_groups(self, results, contexts, parent, failures)

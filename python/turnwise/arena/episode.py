@@ -269,7 +269,7 @@ class Episode(ABC):
         rollout.metrics.update(score.metrics)
         leave_out_unpaid(rollout)
         if score.dropped is not None:
-            rollout.meta["dropped"] = score.dropped
+            rollout.facts.dropped = score.dropped
         elif not self.rubric.is_grouped:  # group functions have not added their rewards yet
             check_rewarded(rollout)
         if failed_step(state) is None:

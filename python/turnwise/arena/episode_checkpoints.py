@@ -14,7 +14,8 @@ from typing import Any
 from turnwise.arena.recording.recorder import EpisodeRecorder
 from turnwise.arena.runtime.context import Beam, EpisodeContext
 from turnwise.arena.runtime.watch import warn_once
-from turnwise.types import EpisodeState
+from turnwise.types import EpisodeState, RolloutFacts
+from turnwise.types.facts import separate
 from turnwise.utils.copies import dumps, own_copy
 from turnwise.utils.files import open_to_append, parse_json_line, replacing
 
@@ -58,7 +59,8 @@ class EpisodeCheckpoints:
         original = _pickled_artifact(context, context.original)
         saved["beams"] = [_beam_to_save(beam, context, original) for beam in context.beams]
         state = _state_to_save(context, state, original)
-        saved |= {"state": state, "metrics": rollout.metrics, "meta": rollout.meta, "key": _key_of(context)}
+        saved |= {"state": state, "metrics": rollout.metrics, "meta": rollout.meta, "facts": rollout.facts}
+        saved["key"] = _key_of(context)
         if isinstance(context.recorder, EpisodeRecorder):
             saved["recording"] = context.recorder.events_below(context.record_key)
         path = self._path(rollout.id)
@@ -100,6 +102,10 @@ class EpisodeCheckpoints:
         for name in _KEPT:
             setattr(context, name, saved[name])
         context.rollout.metrics, context.rollout.meta = saved["metrics"], saved["meta"]
+        if "facts" in saved:
+            context.rollout.facts = saved["facts"]
+        else:  # a file from before facts had fields
+            context.rollout.facts, context.rollout.meta = separate(RolloutFacts, saved["meta"])
         context.state = _saved_state(saved["state"], context)
         context.beams = [_saved_beam(kept, context) for kept in saved["beams"]]
         if isinstance(context.recorder, EpisodeRecorder) and "recording" in saved:
@@ -180,4 +186,4 @@ def _saved_beam(kept: dict[str, Any], context: EpisodeContext) -> Beam:
 def _key_of(context: EpisodeContext) -> Any:
     """Return question, seed and weights, which must all be equal for an episode to resume."""
     rollout = context.rollout
-    return (rollout.id, rollout.episode_type, rollout.seed, repr(context.group_id), rollout.meta["policy_versions"])
+    return (rollout.id, rollout.episode_type, rollout.seed, repr(context.group_id), rollout.facts.policy_versions)

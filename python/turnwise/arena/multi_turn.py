@@ -195,14 +195,14 @@ class MultiTurnEpisode(Episode, ABC):
         else:
             messages.extend(opening)
         for step in state.trajectory:
-            if "env_response" not in step.info:
+            if step.facts.env_response is None:
                 continue
             if step.actor_id == state.current_actor:
                 messages.append({"role": "assistant", "content": step.completion})
             else:
                 shown = await _shown_to(self, step, state.current_actor)
                 _say(messages, "user", None if shown is None else f"{step.actor_id}: {shown}")
-            _say(messages, "user", step.info["env_response"])
+            _say(messages, "user", step.facts.env_response)
         where = f"{own}.get_observation for actor {state.current_actor!r}"
         observation = text_of_hook(await hook(self.get_observation, state, arena, artifact), where)
         if observation.strip():
@@ -272,15 +272,15 @@ class MultiTurnEpisode(Episode, ABC):
             if not asked or not self.ends_at_context(state, error):
                 raise
             step = asked[-1]
-            step.info[CONTEXT] = str(error)
+            step.facts.context = str(error)
         rounds = [each for each in state.trajectory[begun:] if ROUND in each.info and each is not step]
         if arena.check_private:
             await self._mark_hidden(step)
-        # The key "env_response" marks an action of this loop. Tool calls made inside a hook lack it, so the transcript
+        # ``env_response`` marks an action of this loop. Tool calls made inside a hook lack it, so the transcript
         # leaves them out.
         try:
             where = f"{type(self).__name__}.env_response for actor {state.current_actor!r}"
-            step.info["env_response"] = text_of_hook(await hook(self.env_response, state, arena, artifact), where)
+            step.facts.env_response = text_of_hook(await hook(self.env_response, state, arena, artifact), where)
             state.last_completion_text = step.completion
             where = f"{type(self).__name__}.reward_parts for actor {state.current_actor!r}"
             earned: Any = as_parts(await hook(self.reward_parts, state, arena, artifact), where)
@@ -289,7 +289,7 @@ class MultiTurnEpisode(Episode, ABC):
                 earned = await hook(self.step_reward, state, arena, artifact)
             after = await hook(self.team_value, state, arena, artifact) if mix.difference else 0.0
         except InvalidActionError as error:
-            step.info["env_response"] = ""
+            step.facts.env_response = ""
             fail_step(step, error, self.invalid_reward - mix.invalid_cost)
             state.done = True
             if handed is not None:

@@ -19,7 +19,15 @@ from turnwise.arena.runtime.private_text import LeakError, PrivateTexts
 from turnwise.arena.runtime.recording_hooks import recorded_timeout
 from turnwise.arena.runtime.user_code import close_episode, in_own_task, own_cancellation_contained
 from turnwise.arena.runtime.watch import count_without_calls
-from turnwise.types import ContextLengthError, EpisodeRequest, EpisodeState, GenerateResult, ModelError, Rollout
+from turnwise.types import (
+    ContextLengthError,
+    EpisodeRequest,
+    EpisodeState,
+    GenerateResult,
+    ModelError,
+    Rollout,
+    RolloutFacts,
+)
 from turnwise.types.protocols import ArenaRuntime
 from turnwise.utils.copies import own_copy
 from turnwise.utils.signals import exits_as_errors
@@ -74,8 +82,9 @@ def create_context(
     if parent is not None:  # the parent may change its object afterwards
         artifact = own_copy(artifact)
     rollout = Rollout(rollout_id, request.episode_type, artifact, seed=seed)
-    rollout.meta = {**own_copy(request.meta), "policy_versions": _policy_versions(arena, request, parent)}
-    rollout.meta |= {"policies": policies} if policies else {}
+    rollout.meta = {**own_copy(request.meta)}
+    versions = _policy_versions(arena, request, parent)
+    rollout.facts = RolloutFacts(**request.facts.known(), policy_versions=versions, policies=policies)
 
     # A nested episode shares the recorder, the batch and the deadline of its parent.
     batch = parent.batch if parent else max(arena.batches - 1, 0)
@@ -122,7 +131,7 @@ def _policy_versions(arena: ArenaRuntime, request: EpisodeRequest, parent: Episo
     if parent is None:
         versions = {policy: arena.client.version(policy) for policy in arena.policies}
     else:
-        versions = parent.rollout.meta["policy_versions"]
+        versions = parent.rollout.facts.policy_versions
     return {**versions, **{policy: arena.client.version(policy) for policy in request.policies.values()}}
 
 

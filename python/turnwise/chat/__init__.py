@@ -1,7 +1,7 @@
 """Converts chats to token ids and completions back to messages, and continues a chat on its sampled tokens.
 
-Read in this order: messages, parts, tokenizers, render, thoughts, calls, formats, known_formats, histories,
-continuation, tools, grammar.
+Read in this order: messages, parts, tokenizers, templates, render, thoughts, calls, formats, known_formats,
+histories, continuation, tools, grammar.
 May import: types, utils, sandbox.
 """
 

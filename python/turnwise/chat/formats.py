@@ -9,7 +9,8 @@ from typing import Any
 
 from turnwise.chat.calls.reading import HERMES_TEXT
 from turnwise.chat.messages import ChatError, Tool, results_in_order
-from turnwise.chat.render import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL, ChatEncoder
+from turnwise.chat.render import ChatEncoder
+from turnwise.chat.templates import CONTENTS, EXAMPLE_CHAT, EXAMPLE_TOOL
 from turnwise.chat.thoughts import MARKS as THOUGHT_MARKS
 from turnwise.chat.thoughts import THINK, Pairs, find_thoughts, marks_of, opens_thought
 from turnwise.chat.tokenizers import TokenBytes, ends_of

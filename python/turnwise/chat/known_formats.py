@@ -13,7 +13,7 @@ from turnwise.chat.calls.families import READERS
 from turnwise.chat.calls.reading import CallReader, checked_call, unread
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import Tool
-from turnwise.chat.render import EXAMPLE_CALL, EXAMPLE_TOOL
+from turnwise.chat.templates import EXAMPLE_CALL, EXAMPLE_TOOL
 from turnwise.chat.thoughts import CALL_MARKS, CHANNELS, Pairs, Thoughts, find_thoughts
 from turnwise.sandbox.templates import TemplateLimitError
 from turnwise.types import OK, Message, Messages, ParsedCompletion, Tokenizer

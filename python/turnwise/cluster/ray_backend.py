@@ -18,6 +18,7 @@ from turnwise.cluster.host import ClusterLost, Ended, HostLost, ProcessCommand, 
 from turnwise.cluster.placement import Node, NoRoom, Role, shortage
 from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.utils.values import problem
 
 ANSWER = 30.0
 """Seconds that a host has to answer a question, except the regular one about its process."""
@@ -51,12 +52,10 @@ class RayBackend:
     def __enter__(self) -> RayBackend:
         ray = _ray(self._settings)
         try:
-            ray.init(**_where(self._settings.address), log_to_driver=False, logging_level="ERROR")
+            ray.init(**_init_arguments(self._settings.address), log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"config key 'cluster.address' = {self._settings.address!r}: no Ray cluster can be joined there: "
-                f"{str(error).strip().splitlines()[0]}"
-            ) from error
+            why = f"no Ray cluster can be joined there: {str(error).strip().splitlines()[0]}"
+            raise ConfigError(problem("cluster.address", why, self._settings.address)) from error
         self._host = ray.remote(num_cpus=0, max_restarts=0)(ProcessHost)
         self._head, self._answered = ray.get_runtime_context().gcs_address, time.monotonic()
         return self
@@ -133,11 +132,12 @@ class RayBackend:
         """Raise :class:`ConfigError` if the Ray of a node checks no tokens, unless the network is trusted."""
         open_to_all = [node for node, each in facts.items() if not each["checks_tokens"]]
         if open_to_all and not self._settings.trust_network:
-            raise ConfigError(
-                f"config key 'cluster.address' = {self._settings.address!r}: the Ray of {', '.join(open_to_all)} "
-                "checks no token, so anyone who reaches its ports runs code as you. Start it with RAY_AUTH_MODE=token "
-                "on every node, or set cluster.trust_network = true if you trust that network"
+            why = (
+                f"the Ray of {', '.join(open_to_all)} checks no token, so anyone who reaches its ports runs code as "
+                "you. Start it with RAY_AUTH_MODE=token on every node, or set cluster.trust_network = true if you "
+                "trust that network"
             )
+            raise ConfigError(problem("cluster.address", why, self._settings.address))
 
 
 class RayHost:
@@ -231,17 +231,15 @@ def _ray(settings: ClusterConfig) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("config key 'cluster.backend' = 'ray' needs ray: pip install 'turnwise[ray]'") from error
+        raise ImportError(problem("cluster.backend", "needs ray: pip install 'turnwise[ray]'", "ray")) from error
     return ray
 
 
-def _where(address: str) -> dict[str, Any]:
+def _init_arguments(address: str) -> dict[str, Any]:
     """Return the arguments of ``ray.init`` that name the cluster."""
     if address.startswith("ray://"):
-        raise ConfigError(
-            f"config key 'cluster.address' = {address!r}: expected a cluster that this machine is part of: run "
-            "turnwise on a node of it, or submit it with `ray job submit`"
-        )
+        why = "expected a cluster that this machine is part of: run turnwise on a node of it, or submit it with"
+        raise ConfigError(problem("cluster.address", f"{why} `ray job submit`", address))
     if address == "auto":
         return {"address": address}
     if address != "local":

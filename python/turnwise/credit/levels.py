@@ -6,7 +6,7 @@ Edges apply in order, each to the rewards that earlier edges left. Pay the paren
 parents, so that a level can pass on its payment. Episodes that failed, or that their rubric dropped, neither pay nor
 get paid. The edges are turnwise's own; the rule's file names its source.
 
-In a tree, ``rollout.meta["spawned_by"]`` of a child is the branch that spawned it, ``[tree node, branch]``. Each branch
+In a tree, ``rollout.facts.spawned_by`` of a child is the branch that spawned it, ``[tree node, branch]``. Each branch
 is paid from its own children, and the episode from those of its own trajectory.
 """
 
@@ -170,7 +170,7 @@ def aggregate_of(by: str | Aggregate) -> Aggregate:
 
 def is_finished(result: GenerateResult) -> bool:
     """True if the episode ended without an error and was scored."""
-    return result.rollout.error is None and "dropped" not in result.rollout.meta
+    return result.rollout.error is None and result.rollout.facts.dropped is None
 
 
 def finished(results: Iterable[GenerateResult], episode_type: str) -> list[GenerateResult]:
@@ -183,7 +183,7 @@ def _is_child(result: GenerateResult, episode_type: str) -> bool:
 
 
 def _spawned_by(child: GenerateResult) -> Branch | None:
-    node, branch = child.rollout.meta.get("spawned_by") or (None, None)
+    node, branch = child.rollout.facts.spawned_by or (None, None)
     return None if node is None or branch is None else (node, branch)
 
 

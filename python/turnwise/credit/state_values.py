@@ -33,7 +33,7 @@ class StateValues:
         self.steps = {
             index: step
             for index, step in enumerate(rollout.steps)
-            if "env_response" in step.info and "error" not in step.info
+            if step.facts.env_response is not None and step.facts.error is None
         }
         paid = [actor for step in self.steps.values() for actor in step.info.get(PAID_OTHERS, {})]
         named = [*(str(step.actor_id) for step in self.steps.values()), *rollout.rewards, *self._playing_out(), *paid]
@@ -126,9 +126,8 @@ class StateValues:
         return self._earned({actor: reward}) + discount * after
 
     def _playouts(self, place: int) -> Sequence[Mapping[str, Any]]:
-        holder = self.rollout.meta if place == START else self.steps[place].info
-        found: Sequence[Mapping[str, Any]] = holder.get("playouts", ())
-        return found
+        found = self.rollout.facts.playouts if place == START else self.steps[place].info.get("playouts")
+        return found or ()
 
     def _playing_out(self) -> list[str]:
         """Return the actors that act in playouts."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from turnwise.chat import ChatFormat, ChatRenderer
 from turnwise.chat.messages import well_formed_texts
-from turnwise.inference.common.base import GatedClient, policy_of, reject_scored
+from turnwise.inference.common.base import GatedClient, find_policy, reject_scored
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.types import (
     ClientCapabilities,
@@ -83,7 +83,7 @@ class OpenAIClient(GatedClient):
 
     def version(self, policy: str) -> int:
         """Return 0 for each policy."""
-        policy_of(self.models, policy)
+        find_policy(self.models, policy)
         return 0
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from turnwise.inference.common.base import ClientBase, gather_all, policy_of
+from turnwise.inference.common.base import ClientBase, find_policy, gather_all
 from turnwise.types import (
     ClientCapabilities,
     InferenceClient,
@@ -52,6 +52,9 @@ class RoutingClient(ClientBase):
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Return one response per request, in order. Raises clients' errors; ``ValueError`` for unknown policies."""
+        chosen = [find_policy(self.clients, request.policy) for request in requests]
+        if len({*map(id, chosen)}) == 1:  # the usual case, which needs no further task
+            return await chosen[0].generate(requests)
         return await self._shared_out(
             requests, lambda client, share: client.generate([requests[index] for index in share])
         )
@@ -75,7 +78,7 @@ class RoutingClient(ClientBase):
         """Return the results of ``call``, which gets each client with the indices of its requests, in their order."""
         shares: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
-            shares.setdefault(id(policy_of(self.clients, request.policy)), []).append(index)
+            shares.setdefault(id(find_policy(self.clients, request.policy)), []).append(index)
         calls = [call(self.clients[requests[share[0]].policy], share) for share in shares.values()]
         results: dict[int, T] = {}
         for share, result in zip(shares.values(), await gather_all(calls), strict=True):
@@ -84,11 +87,11 @@ class RoutingClient(ClientBase):
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Hand ``weights`` to the client of ``policy``."""
-        policy_of(self.clients, policy).load_weights(policy, weights, version)
+        find_policy(self.clients, policy).load_weights(policy, weights, version)
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
-        return policy_of(self.clients, policy).version(policy)
+        return find_policy(self.clients, policy).version(policy)
 
     async def pause(self) -> None:
         """Pause all clients, and return once all are paused."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.chat.tokenizers import own_copy
-from turnwise.inference.common.base import ClientBase, policy_of, stop_check
+from turnwise.inference.common.base import ClientBase, find_policy, stop_check
 from turnwise.types import ContextLengthError, FinishReason, Messages, ModelError, ModelRequest, ModelResponse
 
 
@@ -144,7 +144,7 @@ class ScriptedClient(ClientBase):
 
     def version(self, policy: str) -> int:
         """The version with which ``policy`` answers now."""
-        return policy_of(self._versions, policy)
+        return find_policy(self._versions, policy)
 
     async def pause(self) -> None:
         """Hold back requests until :meth:`resume`."""

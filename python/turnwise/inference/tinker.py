@@ -27,7 +27,7 @@ from turnwise.inference.common.base import (
     GatedScoringClient,
     completion_limit,
     cut_at_stop,
-    policy_of,
+    find_policy,
     scored_as_prompt,
     scored_response,
     stop_token_ids,
@@ -250,13 +250,13 @@ class TinkerClient(GatedScoringClient):
         self._stats: dict[str, float] = dict.fromkeys(STATS, 0)
 
     def _check(self, request: ModelRequest) -> None:
-        policy_of(self._policies, request.policy)
+        find_policy(self._policies, request.policy)
         check_sampling(request.sampling)
         completion_limit(scored_as_prompt(request), self.vocabulary, self.context_length)
 
     def load_weights(self, policy: str, weights: Iterable[tuple[str, Any]], version: int) -> None:
         """Let ``policy`` sample with the server's weights that ``weights`` names. See the class."""
-        policy_of(self._policies, policy)
+        find_policy(self._policies, policy)
         if self._closed:
             raise ModelError("the client is closed")
         named = list(weights)
@@ -270,7 +270,7 @@ class TinkerClient(GatedScoringClient):
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
-        return policy_of(self._policies, policy)[1]
+        return find_policy(self._policies, policy)[1]
 
     async def close(self) -> None:
         """Fail all waiting and running requests. The server keeps its weights. May be called again."""

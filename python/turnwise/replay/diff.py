@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from turnwise.samples.ledger import LEDGER
-from turnwise.types import Tokenizer
+from turnwise.types import RolloutFacts, StepFacts, Tokenizer
+from turnwise.types.facts import separate
 
 AROUND = 8
 """Number of tokens to show on each side of the first token that differs."""
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _OF_THE_BATCH = ("step", "steps", "children", "replay", "parent_id", "is_trainable", "error", "meta")
-_META_OF_THE_BATCH = ("draw", "drop_reason", "mishaps", LEDGER)
+_META_OF_THE_BATCH = ("draw", "drop_reason", "mishaps", "ledger")
 _STEP_OF_THE_BATCH = ("advantage", "completion_tokens")
-_INFO_OF_THE_BATCH = ("token_advantages", "teacher_kl", "order", LEDGER)
+_INFO_OF_THE_BATCH = ("token_advantages", "teacher_kl", "order", "ledger")
 """Fields that belong to the batch, that the code compares separately, or that parallel calls race for."""
 
 
@@ -113,7 +113,8 @@ def _step_differences(
 
 def _of_the_call(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of ``info`` that the call alone determines: no teacher's, no order of parallel arrivals."""
-    return {key: value for key, value in info.items() if key not in _INFO_OF_THE_BATCH}
+    facts, own = separate(StepFacts, info)  # older records hold facts with their defaults
+    return {key: value for key, value in {**facts.known(), **own}.items() if key not in _INFO_OF_THE_BATCH}
 
 
 def _title(name: str) -> str:
@@ -125,7 +126,8 @@ def _call(step: Mapping[str, Any] | None) -> str:
 
 
 def _of_the_episode(meta: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in meta.items() if name not in _META_OF_THE_BATCH}
+    facts, own = separate(RolloutFacts, meta)
+    return {name: value for name, value in {**facts.known(), **own}.items() if name not in _META_OF_THE_BATCH}
 
 
 def _pair(expected: Any, found: Any) -> tuple[str, str] | None:

@@ -21,7 +21,8 @@ from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordError, 
 from turnwise.arena.runtime.context import ModelCall
 from turnwise.inference.weights.load import copy_weights
 from turnwise.replay.diff import FirstDifference, first_difference
-from turnwise.replay.replayer import DeadlockDetectingLoop, Replayer, replay_episode
+from turnwise.replay.idle_loop import DeadlockDetectingLoop
+from turnwise.replay.replayer import Replayer, replay_episode
 from turnwise.run.build import Run, arena_for_client, build_run
 from turnwise.run.checks import resolve_config, task_of, tiny_model
 from turnwise.state import to_python
@@ -31,7 +32,6 @@ from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, Problems
 from turnwise.train.league.build import FOLDER
-from turnwise.train.league.league import MARK
 from turnwise.train.league.pool import Snapshot, members_in
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.log.writers import read_lines
@@ -293,9 +293,9 @@ def seat_past(run: Run, record: EpisodeRecord, swapped: Collection[str]) -> None
 
     Raises ``ValueError`` if its weights are gone, unless its seats are ``swapped``.
     """
-    if MARK not in record.request.meta:
+    if (game := record.request.facts.league) is None:
         return
-    step, folder = record.request.meta[MARK]["member"], run.config.run_dir
+    step, folder = game["member"], run.config.run_dir
     folders = [folder / FOLDER, *reversed(list_checkpoints(folder / "checkpoints"))]
     for actor, slot in record.request.policies.items():
         if actor in swapped:

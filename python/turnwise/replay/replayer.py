@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import selectors
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from typing import Any
 
 from turnwise.arena.arena import Arena
 from turnwise.arena.recording.recorder import ANSWER, ASK, ENDED, EXPIRED, READ, comparable, unique_key
 from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, RecordedCall, RecordError, nodes_of
 from turnwise.arena.rewards.group_rewards import apply_group_scores, with_continuations
-from turnwise.arena.rewards.mix import TURN_FACTOR
 from turnwise.arena.runner import create_context, run_episode
 from turnwise.arena.runtime.concurrency import FailureBudget, stop
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.replay.diff import FirstDifference, token_diff
-from turnwise.samples.ledger import LEDGER
 from turnwise.state.codec import CodecError
 from turnwise.types import (
     ContextLengthError,
@@ -213,7 +209,7 @@ class Replayer:
         kind, key = rest[0] if rest else ("nothing", "")
         what = _NEXT.get(kind, "an end")
         recorded = self.record.calls.get(key)
-        where = f"{key}" if recorded is None else self._where(recorded, key)
+        where = f"{key}" if recorded is None else self._describe_place(recorded, key)
         waits = ", ".join(key for key, future in self._waiting.items() if not future.done())
         found = f"none; calls that wait for their turn: {waits or 'none'}"
         self._diverge(self._earlier() or FirstDifference(f"the order: {what}", where, what, found))
@@ -226,7 +222,7 @@ class Replayer:
             text = self.tokenizer.decode(list(request.prompt_token_ids[-200:]), skip_special_tokens=False)
             where = f"turn {call.turn}, actor {call.actor_id!r}, {call.key}"
             return FirstDifference("the order of calls", where, "no call", f"one with a prompt that ends with {text!r}")
-        step, where = recorded.step, self._where(recorded, call.key)
+        step, where = recorded.step, self._describe_place(recorded, call.key)
         if step["actor_id"] != call.actor_id:
             return FirstDifference("the actor", where, repr(step["actor_id"]), repr(call.actor_id))
         if pair := token_diff(step["prompt_token_ids"], request.prompt_token_ids, self.tokenizer):
@@ -235,9 +231,9 @@ class Replayer:
         for name, old, new in (
             ("the turn", step["turn"], call.turn),
             ("the policy", step["policy"], request.policy),
-            ("the seed", info["seed"], sampling.seed),
-            ("the temperature", info["temperature"], sampling.temperature),
-            ("the token limit", info["max_tokens"], sampling.max_tokens),
+            ("the seed", info.get("seed"), sampling.seed),
+            ("the temperature", info.get("temperature"), sampling.temperature),
+            ("the token limit", info.get("max_tokens"), sampling.max_tokens),
         ):
             if old != new:
                 return FirstDifference(name, where, repr(old), repr(new))
@@ -248,18 +244,20 @@ class Replayer:
         for key, recorded in self.record.calls.items():
             step = self.calls[key][1].step if key in self.calls else None
             # Stages changed the recorded reward after the episode.
-            changed = {"overlong_penalty", TURN_FACTOR, LEDGER} & recorded.step["info"].keys()
+            changed = {"overlong_penalty", "turn_factor", "ledger"} & recorded.step["info"].keys()
             if step is None or not recorded.seen or changed:
                 continue
             old, new = recorded.step["reward"], step.reward
             if None not in (old, new) and old != new:
-                return FirstDifference("the reward", self._where(recorded, key), repr(old), repr(new))
+                return FirstDifference("the reward", self._describe_place(recorded, key), repr(old), repr(new))
             old, new = (info.get("env_response") for info in (recorded.step["info"], step.info))
             if None not in (old, new) and old != new:
-                return FirstDifference("the environment's answer", self._where(recorded, key), repr(old), repr(new))
+                return FirstDifference(
+                    "the environment's answer", self._describe_place(recorded, key), repr(old), repr(new)
+                )
         return None
 
-    def _where(self, recorded: RecordedCall, key: str) -> str:
+    def _describe_place(self, recorded: RecordedCall, key: str) -> str:
         step = recorded.step
         which = f"call {recorded.number} of {len(self.record.calls)} ({key})"
         return f"turn {step['turn']}, actor {step['actor_id']!r}, {which}"
@@ -391,48 +389,3 @@ async def replay_episode(arena: Arena, playback: Replayer) -> GenerateResult | N
         for task in (playing, over):
             stop(task)
         await asyncio.gather(playing, over, return_exceptions=True)
-
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-GRACE = 0.2
-"""Seconds to wait for unknown threads before the loop counts as idle."""
-
-
-class DeadlockDetectingLoop(asyncio.SelectorEventLoop):
-    """Calls ``on_idle()`` when all tasks wait: no timer, no open socket, no running thread of the loop.
-
-    ``on_idle`` must wake a waiting task or end the program; otherwise the loop calls it again.
-    """
-
-    def __init__(self) -> None:
-        self.on_idle: Callable[[], None] = lambda: None
-        self.in_threads = 0
-        super().__init__(_WatchingSelector(self))
-
-    def run_in_executor(
-        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
-    ) -> asyncio.Future[T]:
-        future = super().run_in_executor(executor, func, *args)
-        self.in_threads += 1
-        future.add_done_callback(self._out_of_thread)
-        return future
-
-    def _out_of_thread(self, future: asyncio.Future[Any]) -> None:
-        self.in_threads -= 1
-
-
-class _WatchingSelector(selectors.DefaultSelector):
-    def __init__(self, loop: DeadlockDetectingLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        # One open file is the loop's own, through which threads wake it.
-        if timeout is not None or self._loop.in_threads or len(self.get_map()) > 1:
-            return super().select(timeout)
-        ready = super().select(GRACE)
-        if not ready:
-            self._loop.on_idle()
-        return ready

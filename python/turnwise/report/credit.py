@@ -19,7 +19,6 @@ from turnwise.credit import build_rule, registry
 from turnwise.credit.by_task import CreditByTask
 from turnwise.report.read import parse_config, read_config_text
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.ledger import LEDGER
 from turnwise.samples.training_samples import advantages_of, penalize
 from turnwise.train.log.run_log import read_metrics
 from turnwise.train.log.writers import read_lines
@@ -222,18 +221,9 @@ def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
 
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
     """Convert a line of ``rollouts.jsonl`` into a result, with all parts that credit rules use."""
-    rollout = Rollout(
-        row["id"],
-        row["episode_type"],
-        row.get("artifact"),
-        [_step_of(step) for step in row["steps"]],
-        row["rewards"],
-        extras=row["extras"],
-        metrics=row["metrics"],
-        seed=row["seed"],
-        meta=row["meta"],
-        error=row["error"],
-    )
+    known = {name: row[name] for name in Rollout.__dataclass_fields__ if name in row}
+    steps = [_step_of(step) for step in row["steps"]]
+    rollout = Rollout.of_record({"artifact": None, **known, "steps": steps})
     children = [result_of(child, rollout.id) for child in row["children"]]
     return GenerateResult(
         rollout,
@@ -251,7 +241,7 @@ def _step_of(row: Mapping[str, Any]) -> Step:
     known["from_branch"] = _hashable(row.get("from_branch"))
     if "state" in row["info"]:  # GiGPO's anchor
         known["info"] = {**row["info"], "state": _hashable(row["info"]["state"])}
-    return Step(**known)
+    return Step.of_record(known)
 
 
 def _hashable(value: Any) -> Any:
@@ -280,7 +270,7 @@ def _compare_step(
 
 def _collected_penalty(sample: Sample) -> float:
     """Return what the run took from a sample's reward before the credit rule saw it."""
-    changes = [after for what, _, _, after in sample.info.get(LEDGER, ()) if what == "reward"]
+    changes = [after for what, _, _, after in sample.facts.ledger or () if what == "reward"]
     return sample.reward - changes[-1] if changes and changes[-1] is not None else 0.0
 
 
@@ -296,7 +286,7 @@ def _take_step(
     if comparison.own_exact is not None:
         comparison.own_exact += exact
     nodes = [node for top in results for node in top.walk()]
-    changes = (change for node in nodes for step in node.rollout.steps for change in step.info.get(LEDGER, ()))
+    changes = (change for node in nodes for step in node.rollout.steps for change in step.facts.ledger or ())
     comparison.penalized |= any(name == "kl" for _, name, _, _ in changes)
     held = len(nodes)
     if held < episodes:

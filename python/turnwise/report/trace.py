@@ -13,10 +13,9 @@ from typing import Any
 from turnwise.arena.stages.registry import STAGES, classes
 from turnwise.report.credit import recorded_steps
 from turnwise.report.read import parse_config, read_config_text
-from turnwise.samples.ledger import LEDGER
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.terms.registry import terms_on
-from turnwise.types import Rollout, Step
+from turnwise.types import Rollout, RolloutFacts, Step, StepFacts
 from turnwise.utils.files import damage_named
 
 BEFORE_STAGES = ("threshold", "invalid_cost", "difference", "group", "inherited", "paid_by_others")
@@ -94,12 +93,12 @@ def trace_rewards(folder: Path, episode: str | None = None, *, step: int | None 
 
 def _actors(rollout: Rollout) -> Iterator[tuple[str, tuple[float | None, list[Change]]]]:
     for actor, reward in rollout.rewards.items():
-        changes = _changes(rollout.meta, actor)
+        changes = _changes(rollout.facts, actor)
         yield actor, (changes[0].before if changes else reward, changes)
 
 
 def _call(rollout: Rollout, index: int, step: Step) -> CallTrace:
-    rewards, advantages = _changes(step.info, "reward"), _changes(step.info, "advantage")
+    rewards, advantages = _changes(step.facts, "reward"), _changes(step.facts, "advantage")
     own = step.reward is not None
     reward = step.reward if own else rollout.rewards_of(step).get(str(step.actor_id))
     return CallTrace(
@@ -115,8 +114,8 @@ def _call(rollout: Rollout, index: int, step: Step) -> CallTrace:
     )
 
 
-def _changes(holder: Mapping[str, Any], what: str) -> list[Change]:
-    return [Change(name, before, after) for kind, name, before, after in holder.get(LEDGER, ()) if kind == what]
+def _changes(facts: StepFacts | RolloutFacts, what: str) -> list[Change]:
+    return [Change(name, before, after) for kind, name, before, after in facts.ledger or () if kind == what]
 
 
 def _update(config: Mapping[str, Any]) -> list[str]:

@@ -15,43 +15,40 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.arena import Arena, Filters
-from turnwise.arena.stages.task_labels import SUCCESS, TASK
-from turnwise.inference.common.hf_model import limit_head, shortest_context, tokens_of
-from turnwise.run.checks import (
+from turnwise.arena.stages.task_labels import SUCCESS
+from turnwise.inference.common.hf_model import count_tokens, limit_head, shortest_context
+from turnwise.run.checks import check_config, check_questions, task_of, tiny_model
+from turnwise.run.clients import build_client
+from turnwise.run.models import check_loaded
+from turnwise.run.parts import (
+    build_callbacks,
     build_credit,
-    check_config,
-    check_questions,
+    build_stages,
     episodes_of,
     eval_sets,
     exploitability_of,
     parts_of,
-    task_of,
-    tiny_model,
 )
-from turnwise.run.clients import build_client
-from turnwise.run.models import check_loaded
-from turnwise.run.parts import build_callbacks, build_stages
 from turnwise.run.policy_sharing import own_bases
 from turnwise.run.ranks import shard
-from turnwise.run.start import run_warm_start, starting_questions
-from turnwise.run.tinker import build_remote, export_adapters, is_remote
+from turnwise.run.start import players_of, run_warm_start, starting_questions
+from turnwise.run.tinker import build_remote, export_adapters
 from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.tasks.several import SeveralTasks
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.checkpoint.warm_start import FOLDER as WARM_START
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
-from turnwise.train.eval.ablate import Ablation, Addition, ablate
+from turnwise.train.eval.ablate import Ablation, Addition, EvalSet, ablate
 from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.health.start import check_start
 from turnwise.train.league.build import past_models
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.loop import EvalSet, Trainer
+from turnwise.train.loop import Trainer
 from turnwise.train.model.export import export_policies, export_shards
 from turnwise.train.model.loading import (
     attach_adapters,
@@ -112,8 +109,8 @@ class Run:
             check_questions(self.config, self.task)
             begins = self.config.steps > 0 and not list_checkpoints(self.trainer.checkpoints)
             asked = starting_questions(self.config, self.task) if begins else []
-            for task in dict.fromkeys(request.meta.get(TASK) for request in asked):
-                own = [request for request in asked if request.meta.get(TASK) == task]
+            for task in dict.fromkeys(request.facts.task for request in asked):
+                own = [request for request in asked if request.facts.task == task]
                 metric = f"{task}/{SUCCESS}" if task in self.config.tasks else self.task.success_metric
                 run_in_program(check_start(self.trainer, own, metric))
             progress = run_in_program(self.trainer.run())
@@ -122,9 +119,9 @@ class Run:
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
-            if is_remote(self.config):
+            if self.config.learner.is_remote:
                 export_adapters(learner, self.tokenizer, folder, self.trainer.log)
-            elif not learner.whole:
+            elif not learner.holds_all_weights:
                 if any(policy.base is not None for policy in policies.values()):
                     self.trainer.log.note(
                         "a sharded run exports adapters alone: `turnwise export --merge` merges them with their bases"
@@ -220,18 +217,15 @@ def build_run(
     _prepare_torch(config)
     # Check everything before loading a model.
     task = task_of(config)
-    resumes = config.resume and bool(list_checkpoints(config.run_dir / "checkpoints"))
+    resumes = bool(checkpoints_to_resume(config))
     kept: list[str] = []
     config, actors, tokenizer, rows = check_config(
         config,
         task,
         warm=bool(config.warm_start.steps) and warm and not resumes,
+        trains=trains,
         note=kept.append if trains else None,
     )
-    if trains:
-        check_questions(config, task)
-        if config.steps and not any(policy.trainable for policy in config.policies.values()):
-            raise ConfigError(f"config key 'policies': none is trainable, so {config.steps} steps would train nothing")
     held, validation = eval_sets(config, task)
     log = log or RunLog.from_config(config)
     for line in kept:
@@ -239,7 +233,7 @@ def build_run(
     few = [len(one.requests) for one in (held, validation) if 0 < len(one.requests) < QUESTIONS]
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
-    if is_remote(config):  # a server has the models
+    if config.learner.is_remote:  # a server has the models
         learner, client, context = build_remote(config, tokenizer, log)
         arena = arena_for_client(client, config, task, actors, tokenizer, context)
     else:
@@ -276,12 +270,10 @@ def _build_here(
     models = _moved(_load_models(config, task), device)
     check_loaded(config, models)
     for model in models.values():
-        limit_head(model, tokens_of(tokenizer))
+        limit_head(model, count_tokens(tokenizer))
     if rows is not None:
-        players = actors
-        if isinstance(task, SeveralTasks):
-            players = [actor for team in task.teams(actors).values() for actor in team.values()]
-        run_warm_start(config, rows, players, tokenizer, _moved(models, find_device(config.device)), log, saved)
+        there = _moved(models, find_device(config.device))
+        run_warm_start(config, rows, players_of(task, actors), tokenizer, there, log, saved)
         models = _moved(models, device)
     models = attach_adapters(models, config.policies, config.seed)
     # Build the arena with its client, and the policies.
@@ -343,12 +335,7 @@ def arena_for_client(
         max_context=max_context,
         seed=config.seed,
         failure_threshold=rollout.failure_threshold,
-        filters=Filters(
-            drop_zero_advantage=config.filter.drop_zero_advantage,
-            drop_truncated=config.filter.drop_truncated,
-            max_length=config.filter.max_length,
-            dynamic_sampling_rounds=config.filter.dynamic_sampling_rounds,
-        ),
+        filters=Filters(**config.filter.model_dump()),
         reward={} if isinstance(task, SeveralTasks) else config.reward.of_mix(),
         stages=build_stages(config, task, actors),
         check_private=rollout.check_private,

@@ -2,61 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena import Episode
-from turnwise.arena.setup import mix_of, reward_problems
-from turnwise.arena.stages.dynamic_sampling import check_stateless
-from turnwise.credit import build_rule
-from turnwise.credit.by_task import CreditByTask
+from turnwise.arena.setup import mix_of
 from turnwise.run.clients import check_client
 from turnwise.run.models import describe_models
-from turnwise.run.parts import (
-    Measure,
-    ablations_of,
-    build_stages,
-    check_choice,
-    check_selfplay,
-    comparison_problem,
-    sampler_of,
-    tree_problem,
-)
+from turnwise.run.parts import FactsOfTask, build_stages, episodes_of, with_default_credit
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.ranks import expected_ranks
-from turnwise.run.tinker import check_tinker, is_remote
+from turnwise.run.start import check_targets, players_of
 from turnwise.tasks import Task, build_task
-from turnwise.tasks.base import held_out, task_problems
 from turnwise.tasks.several import Part, SeveralTasks
-from turnwise.train.config.sampling import CreditConfig, RolloutConfig
+from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume
+from turnwise.train.checkpoint.vocabulary import check_vocabulary
 from turnwise.train.config.schema import GATEWAY_TASKS, TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
-from turnwise.train.loop import EvalSet
 from turnwise.train.model.loading import check_models, find_device
 from turnwise.train.resume import settings_to_resume
-from turnwise.train.terms.kl import penalty_problem
-from turnwise.train.terms.registry import unrewarded_problems
-from turnwise.train.update.sft_data import RowReader, SFTRows, demonstrated
+from turnwise.train.update.sft_rows import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
-from turnwise.types import (
-    Actor,
-    CreditAssigner,
-    CreditCapabilities,
-    EpisodeRequest,
-    TaskCapabilities,
-    capabilities_of,
-)
-from turnwise.utils.registry import code_in, did_you_mean
+from turnwise.types import Actor
+from turnwise.utils.registry import code_in
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens. It must hold a verifier's prompt: a question and its whole solution."""
 
 
 def check_config(
-    config: TrainConfig, task: Task, *, warm: bool, note: Callable[[str], None] | None = None
+    config: TrainConfig, task: Task, *, warm: bool, trains: bool = False, note: Callable[[str], None] | None = None
 ) -> tuple[TrainConfig, list[Actor], Any, SFTRows | None]:
     """Return the config with a policy for every actor, the actors, the tokenizer, and the rows of a ``warm`` start.
 
@@ -66,7 +43,7 @@ def check_config(
     """
     problems = Problems()
     tokenizer, rows = None, None
-    resolved, actors = resolve_config(config, task, problems)
+    resolved, actors = resolve_config(config, task, problems, trains=trains)
     if note is not None:
         resolved = go_on(resolved, problems, note)
     with problems.gathered():
@@ -74,54 +51,42 @@ def check_config(
     with problems.gathered():
         check_client(resolved)
     with problems.gathered():
-        policies = resolved.policies
-        if is_remote(config):  # its adapters need no peft here
-            policies = {name: each.model_copy(update={"lora": None}) for name, each in policies.items()}
-        tokenizer = check_models(policies, partial(tiny_model, config, task))
+        tiny, remote = partial(tiny_model, config, task), config.learner.is_remote
+        tokenizer = check_models(resolved.policies, tiny, adapts=not remote)
+    with problems.gathered():
+        if tokenizer is not None and note is not None:
+            check_vocabulary(resolved, lambda: tokenizer)
     with problems.gathered():
         rows = warm_start_rows(config, task) if warm else None
+        if rows is not None:
+            check_targets(resolved, rows, players_of(task, actors))
     problems.raise_any()
     return resolved, actors, tokenizer, rows
 
 
-def resolve_config(config: TrainConfig, task: Task, problems: Problems) -> tuple[TrainConfig, list[Actor]]:
+def resolve_config(
+    config: TrainConfig, task: Task, problems: Problems, *, trains: bool = False
+) -> tuple[TrainConfig, list[Actor]]:
     """Return the config with a policy for every actor, and the actors.
 
-    ``problems`` collects the errors that don't depend on the machine.
+    ``problems`` collects the errors that don't depend on the machine, with ``trains`` also what would stop the first
+    step.
     """
-    config = with_default_credit(task, config)
-    resolved, actors = config, list(task.actors)
-    # Keys, credit rule, episodes, questions and actors, each of which may add problems.
+    actors, resolved = resolve_policies(with_default_credit(task, config), task.actors)
+    quotas = resolved.rollout.max_concurrency_per_actor
+    actors = [replace(actor, max_concurrency=quotas.get(actor.id, actor.max_concurrency)) for actor in actors]
+    facts = FactsOfTask(resolved, task, actors)
+    problems.lines += contradictions(resolved, expected_ranks(resolved), facts, trains=trains)
     with problems.gathered():
-        build_credit(config, task)
-    for one, part in parts_of(config, task).values():
-        with problems.gathered():
-            check_reward(one, episodes_of(one, part))
-            check_choice(one, episodes_of(one, part))
-    with problems.gathered():
-        eval_sets(config, task)
-    with problems.gathered():
-        build_stages(config, task)
-    with problems.gathered():
-        actors, resolved = resolve_policies(config, task.actors, task.name)
-    with problems.gathered():
-        actors = with_quotas(config, actors, task)
-    problems.lines += contradictions(resolved, expected_ranks(resolved), task.episodes().values())
-    problems.lines += check_tinker(resolved)
-    problems.lines += unrewarded_problems(resolved, actors)
-    seats = capabilities_of(task, TaskCapabilities).seats
-    problems.lines += check_selfplay(resolved, actors, seats, task.name, exploitability_of(task))
-    if config.eval.exploitability_every and exploitability_of(task) is not None:
-        with problems.gathered():
-            check_solvable(config, task)
-    # A token limit that every actor overrides would have no effect.
-    limit, limits = config.rollout.max_tokens, {actor.max_tokens for actor in actors}
-    if limit != RolloutConfig.model_fields["max_tokens"].default and not limits & {None, limit}:
-        problems.lines.append(
-            f"config key 'rollout.max_tokens' = {limit}: has no effect, as the actors of task {task.name!r} have "
-            f"their own limits ({', '.join(map(str, sorted(filter(None, limits))))}): see its task_options"
-        )
+        build_stages(resolved, task)
     return resolved, actors
+
+
+def check_questions(config: TrainConfig, task: Task) -> None:
+    """Raise :class:`ConfigError` for what would stop the first step of the resolved ``config``."""
+    problems = Problems()
+    resolve_config(config, task, problems, trains=True)
+    problems.raise_any()
 
 
 def go_on(config: TrainConfig, problems: Problems, note: Callable[[str], None]) -> TrainConfig:
@@ -147,14 +112,17 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
         return "".join(lines) + to_toml(config)
     problems = Problems()
     task = task_of(config)
-    resolved, actors = resolve_config(config, task, problems)
-    with problems.gathered():
-        check_questions(resolved, task)
+    resolved, actors = resolve_config(config, task, problems, trains=True)
     notes: list[str] = []
     resolved = go_on(resolved, problems, notes.append)
     problems.raise_any()
     with problems.gathered():
-        models = [] if is_remote(config) else describe_models(resolved, partial(tiny_model, config, task))
+        tiny = partial(tiny_model, config, task)
+        check_vocabulary(resolved, lambda: check_models(resolved.policies, tiny, adapts=not config.learner.is_remote))
+    with problems.gathered():
+        check_warm_start(resolved, task, actors)
+    with problems.gathered():
+        models = [] if config.learner.is_remote else describe_models(resolved, tiny)
     problems.raise_any()
     lines = [f"# {line}\n" for line in [*notes, *models]]
     lines += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
@@ -168,11 +136,6 @@ def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
 def task_of(config: TrainConfig) -> Task:
     """Build the task that ``config`` names, with its options, or the several of ``[tasks.<name>]``."""
     if config.tasks:
-        served = any((one.task or name).startswith(GATEWAY_TASKS) for name, one in config.tasks.items())
-        if config.gateway and not served:
-            raise ConfigError(
-                "config section 'gateway': has no effect: expected one of [tasks.<name>] with 'gateway:...'"
-            )
         parts: dict[str, Part] = {}
         for name, one in config.tasks.items():
             try:
@@ -183,181 +146,14 @@ def task_of(config: TrainConfig) -> Task:
             return SeveralTasks(parts)
         except ValueError as error:
             raise ConfigError(f"config section 'tasks': {error}") from error
-    options = {"seed": config.seed, **config.task_options}
-    if config.gateway and not config.task.startswith(GATEWAY_TASKS):
-        raise ConfigError(
-            f"config section 'gateway': has no effect on task {config.task!r}: expected 'gateway:...', 'verifiers:...'"
-        )
-    if config.gateway:
-        options["gateway"] = config.gateway
-    return build_task(config.task, options)
+    served = {"gateway": config.gateway} if config.gateway and config.task.startswith(GATEWAY_TASKS) else {}
+    return build_task(config.task, {"seed": config.seed, **config.task_options, **served})
 
 
-def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
-    """Return the held-out questions and the validation questions; the latter are empty without validation."""
-    n = config.eval.num_prompts
-    try:
-        asked = [held_out(task, "eval", n), held_out(task, "validation", n) if config.eval.every else []]
-    except ValueError as error:
-        raise ConfigError(f"config key 'eval.num_prompts' = {n or 'unset'}: {error}") from None
-    if problems := _problems_of(task, [*asked[0], *asked[1]]):
-        raise ConfigError("\n".join(problems))
-    try:
-        ablations = ablations_of(task) if config.eval.ablate else []
-    except ValueError as error:
-        raise ConfigError(f"config key 'eval.ablate' = true: {error}") from None
-    held, validation = asked
-    return EvalSet(held, task.success_metric), EvalSet(validation, task.success_metric, ablations)
-
-
-def check_questions(config: TrainConfig, task: Task) -> None:
-    """Raise :class:`ConfigError` if the task can't ask the training questions of a step, or these train nothing, or it
-    has no demonstrations for the warm start.
-
-    ``config`` is resolved.
-    """
-    if config.warm_start.steps and config.warm_start.data is None:
-        try:
-            task.demonstrations(1, config.seed)
-        except ValueError as error:
-            raise ConfigError(f"config key 'warm_start.steps' = {config.warm_start.steps}: {error}") from None
-    if not config.steps:
-        return
-    questions = config.rollout.prompts_per_step
-    try:
-        asked = task.requests(1, questions, 1)
-    except ValueError as error:
-        raise ConfigError(f"config key 'rollout.prompts_per_step' = {questions}: {error}") from None
-    problems = _problems_of(task, asked, measured=False)
-    for one, part in parts_of(config, task).values():
-        problems += filter(None, [comparison_problem(build_credit(one, part), one, part)])
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _problems_of(task: Task, requests: Sequence[EpisodeRequest], *, measured: bool = True) -> list[str]:
-    if isinstance(task, SeveralTasks):
-        return task.problems(requests, measured=measured)
-    return task_problems(task, task.episodes(), requests, measured=measured)
-
-
-def parts_of(config: TrainConfig, task: Task) -> dict[str, tuple[TrainConfig, Task]]:
-    """Return each of several tasks with its config, by name; one task under its own name."""
-    if not isinstance(task, SeveralTasks):
-        return {task.name: (config, task)}
-    alone = {name: config.of_task(name) for name in task.parts}
-    return {name: (with_default_credit(part.task, alone[name]), part.task) for name, part in task.parts.items()}
-
-
-def exploitability_of(task: Task) -> Measure | None:
-    """Return the exploitability measure of ``task``, or ``None`` for a task that is not solved exactly."""
-    from turnwise.tasks.two_player import SolvedGame, measure_exploitability
-
-    return partial(measure_exploitability, game=task) if isinstance(task, SolvedGame) else None
-
-
-def check_solvable(config: TrainConfig, task: Any) -> None:
-    """Raise :class:`ConfigError` if the game of ``task`` is too large, or not of a kind that can be solved."""
-    try:
-        task.decisions()
-    except ValueError as error:
-        raise ConfigError(
-            f"config key 'eval.exploitability_every' = {config.eval.exploitability_every}: {error}"
-        ) from error
-
-
-def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
-    """Build the task's episodes, with a tree if ``rollout.branches`` or ``rollout.tree`` sets one."""
-    sampler = sampler_of(config, [actor.id for actor in task.actors])
-    try:
-        return task.episodes(sampler)
-    except ValueError as error:
-        raise ConfigError(f"config key 'rollout.branches' = {config.rollout.branches}: {error}") from error
-
-
-def check_reward(config: TrainConfig, episodes: Mapping[str, Episode]) -> None:
-    """Raise :class:`ConfigError` for keys of ``[reward]`` that no episode supports, or that don't fit together."""
-    reward = config.reward.of_mix()
-    lines = [
-        f"config key 'reward.{key}' = {reward[key]!r}: {reason}" for key, reason in reward_problems(episodes, reward)
-    ]
-    for episode in episodes.values() if not lines else ():
-        try:
-            mix_of(episode, reward)
-        except ValueError as error:
-            lines = [f"config section 'reward': {error}"]
-    if lines:
-        raise ConfigError("\n".join(lines))
-
-
-def with_quotas(config: TrainConfig, actors: Sequence[Actor], task: Task) -> list[Actor]:
-    """Return the actors with the limits of ``rollout.max_concurrency_per_actor``, which override their own."""
-    quotas, names = config.rollout.max_concurrency_per_actor, [actor.id for actor in actors]
-    if unknown := [name for name in quotas if name not in names]:
-        raise ConfigError(
-            "\n".join(
-                f"config key 'rollout.max_concurrency_per_actor.{name}' = {quotas[name]}: "
-                f"task {task.name!r} has no such actor; {did_you_mean(name, names)}"
-                for name in unknown
-            )
-        )
-    return [replace(actor, max_concurrency=quotas.get(actor.id, actor.max_concurrency)) for actor in actors]
-
-
-def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
-    """Replace ``credit.rule = "task"`` by the task's own credit rule; of several tasks each gets its section."""
-    if isinstance(task, SeveralTasks):
-        rules = {name: with_default_credit(part.task, config.of_task(name)).credit for name, part in task.parts.items()}
-        own = {name: one.model_copy(update={"credit": rules[name]}) for name, one in config.tasks.items()}
-        return config.model_copy(update={"tasks": own, "credit": CreditConfig()})
-    if config.credit.rule != "task":
-        return config
-    declared = capabilities_of(task, TaskCapabilities)
-    credit = {"rule": declared.credit_rule, "options": {**declared.credit_options, **config.credit.options}}
-    return config.model_copy(update={"credit": config.credit.model_copy(update=credit)})
-
-
-def build_credit(config: TrainConfig, task: Task) -> CreditAssigner:
-    """Build the rule that ``credit.rule`` names, with ``credit.options``, for each of several tasks its own.
-
-    Raises :class:`ConfigError`.
-    """
-    if isinstance(task, SeveralTasks):
-        rules = {}
-        for name, (one, part) in parts_of(config, task).items():
-            try:
-                rules[name] = build_credit(one, part)
-            except ConfigError as error:
-                raise ConfigError(f"config section 'tasks.{name}': {error}") from error
-        return CreditByTask(rules, task.part_of_type())
-    try:
-        credit: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if problem := tree_problem(credit, config):
-        raise ConfigError(problem)
-    can = capabilities_of(credit, CreditCapabilities)
-    if config.reward.turn_shaping not in (None, "none") and not can.step_rewards:
-        raise ConfigError(
-            f"config key 'reward.turn_shaping' = {config.reward.turn_shaping!r}: the rule {config.credit.rule!r} does "
-            "not compare the rewards of single calls: expected a rule such as 'grpo', 'dr_mas' or 'at_grpo'"
-        )
-    changed = sorted(config.reward.model_dump(exclude_defaults=True))
-    if changed and not can.mixed_rewards:
-        raise ConfigError(
-            f"config key 'reward.{changed[0]}' = {getattr(config.reward, changed[0])!r}: has no effect, as advantages "
-            f"of the rule {config.credit.rule!r} don't depend on the rewards of calls: expected no setting here"
-        )
-    if problem := penalty_problem(config, can):
-        raise ConfigError(problem)
-    if config.filter.dynamic_sampling_rounds:
-        try:
-            check_stateless(credit)
-        except ValueError as error:
-            raise ConfigError(
-                f"config key 'filter.dynamic_sampling_rounds' = {config.filter.dynamic_sampling_rounds}: {error}"
-            ) from error
-    return credit
+def check_warm_start(config: TrainConfig, task: Task, actors: Sequence[Actor]) -> None:
+    """Raise :class:`ConfigError` for a target of the warm start that its rows can't measure."""
+    if config.warm_start.steps and config.warm_start.targets() and not checkpoints_to_resume(config):
+        check_targets(config, warm_start_rows(config, task), players_of(task, actors))
 
 
 def tiny_model(config: TrainConfig, task: Task) -> tuple[Any, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,20 +21,21 @@ from turnwise.inference import (
     VLLMClient,
     VLLMServerClient,
 )
-from turnwise.inference.pool.client import Follower
-from turnwise.inference.server.client import transfer_to
+from turnwise.inference.pool.follower import Follower
 from turnwise.inference.server.server import ServerFailed, is_healthy
 from turnwise.inference.server.settings import NO_EXPERTS_ON_CPU
 from turnwise.inference.vllm.worker import computes_on_cpu, vllm_or_raise
-from turnwise.inference.weights.sync import SharedTransfer
+from turnwise.inference.weights.shared_transfer import SharedTransfer
+from turnwise.inference.weights.sync import transfer_to
 from turnwise.run.tinker import check_server
 from turnwise.train.config.features import required, required_options
 from turnwise.train.config.sampling import ServerConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
+from turnwise.train.config.toml import ConfigError, told_by_key
 from turnwise.train.model.loading import find_device
 from turnwise.types import InferenceClient, ModelError
 from turnwise.utils.files import KEY_VARIABLE, check_no_links
+from turnwise.utils.values import problem
 
 LOGS = "servers"
 """Folder of the logs of the servers that a run starts, inside the run folder."""
@@ -54,18 +53,6 @@ def check_client(config: TrainConfig) -> None:
     """Raise ``ImportError`` if the client's package is missing, and ``ConfigError`` for settings that it can't use."""
     if not config.cluster.has_engines:
         KINDS[config.rollout.client].check(config)
-        return
-    _pools(config, config.policies)
-    batched = [
-        name
-        for name, pool in config.cluster.engines.items()
-        if pool.engine != "transformers" or pool.options.get("max_batch_rows") != 1
-    ]
-    if config.loop.deterministic and batched:
-        raise ConfigError(
-            f"config key 'loop.deterministic' = True: answers of the engines {batched[0]!r} depend on their batch; use "
-            "engine = 'transformers' with options.max_batch_rows = 1"
-        )
 
 
 def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
@@ -81,7 +68,7 @@ def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Mo
 def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
     # Past policies of a league begin as the live model itself, and then hold other weights.
     live = [name for name in models if name in config.policies] if config.loop.max_staleness == 0 else []
-    try:
+    with told_by_key("rollout.client", "transformers"):
         return TransformersClient(
             models,
             tokenizer,
@@ -91,8 +78,6 @@ def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.M
             in_flight=config.loop.in_flight_updates,
             **required_options(config),
         )
-    except ValueError as error:
-        raise ConfigError(f"config key 'rollout.client' = 'transformers': {error}") from error
 
 
 def _check_vllm(config: TrainConfig) -> None:
@@ -102,17 +87,15 @@ def _check_vllm(config: TrainConfig) -> None:
         check_no_links(config.run_dir, config.run_dir / LOGS)  # someone else may have made the folder
         vllm_or_raise()
         if (asked := required(config).get("routed_experts")) is not None and computes_on_cpu():
-            raise ConfigError(f"config key {asked!r} = true: expected false, as {NO_EXPERTS_ON_CPU}")
+            raise ConfigError(problem(asked, f"expected false, as {NO_EXPERTS_ON_CPU}", True))
         return
-    for urls in _addresses(config, ["default"]):
-        try:
+    for urls in server.groups(["default"]):
+        with told_by_key("rollout.server", errors=(ValueError, OSError)):
             for url in urls:
                 _endpoint(url, server).close()
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"config key 'rollout.server': {error}") from error
         if not _await_first({url: url for url in urls}.copy, server.wait):
             hint = f", for {server.wait:g} seconds" if server.wait else "; is it started, and is this its address?"
-            raise ConfigError(f"config key 'rollout.server': {' and '.join(urls)} can't be reached{hint}")
+            raise ConfigError(problem("rollout.server", f"{' and '.join(urls)} can't be reached{hint}"))
 
 
 def _await_first(read: Callable[[], Mapping[str, str]], seconds: float) -> dict[str, str]:
@@ -129,7 +112,7 @@ def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) 
     if config.rollout.server.url is not None:
         return _servers(config, tokenizer, models)
     rollout, server = config.rollout, config.rollout.server
-    try:
+    with told_by_key("rollout.client", rollout.client, (ValueError, ServerFailed)):
         return VLLMClient(
             models,
             tokenizer,
@@ -146,27 +129,6 @@ def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) 
             seed=config.seed,
             **required_options(config),
         )
-    except (ValueError, ServerFailed) as error:
-        raise ConfigError(f"config key 'rollout.client' = {rollout.client!r}: {error}") from error
-
-
-def _addresses(config: TrainConfig, names: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return the policies that each group of servers has. Servers of one group share the requests.
-
-    Raises ``ConfigError`` if a server is in two groups.
-    """
-    url: Any = config.rollout.server.url
-    by_policy = url if isinstance(url, dict) else dict.fromkeys(names, url)
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, urls in by_policy.items():
-        groups.setdefault((urls,) if isinstance(urls, str) else tuple(urls), []).append(name)
-    repeated = [address for address, count in Counter(itertools.chain(*groups)).items() if count > 1]
-    if repeated:
-        raise ConfigError(
-            f"config key 'rollout.server.url' = {url!r}: expected each server once, or in equal lists of several "
-            f"policies, got {repeated[0]!r} again"
-        )
-    return groups
 
 
 def _endpoint(url: str, server: ServerConfig) -> Endpoint:
@@ -175,16 +137,12 @@ def _endpoint(url: str, server: ServerConfig) -> Endpoint:
 
 
 def _servers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    groups, url = _addresses(config, models), config.rollout.server.url
-    if {name for names in groups.values() for name in names} != models.keys():
-        raise ConfigError(f"config key 'rollout.server.url' = {url!r}: expected one for each of {list(models)}")
+    groups = config.rollout.server.groups(models)
     # One client per group of servers, with the models that these have.
     clients: dict[str, InferenceClient] = {}
     for urls, names in groups.items():
-        try:
+        with told_by_key("rollout.server", list(urls)):
             client = _group(urls, config, tokenizer, {name: models[name] for name in names})
-        except ValueError as error:
-            raise ConfigError(f"config key 'rollout.server' of {', '.join(urls)}: {error}") from error
         clients |= dict.fromkeys(names, client)
     return next(iter(clients.values())) if len(groups) == 1 else RoutingClient(clients)
 
@@ -262,11 +220,9 @@ def _cluster(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module
     """
     clients: dict[str, InferenceClient] = {}
     deadline = time.monotonic() + config.cluster.wait
-    for pool, names in _pools(config, models).items():
-        try:
+    for pool, names in config.cluster.pools(models).items():
+        with told_by_key(f"cluster.engines.{pool}"):
             client = _followed(pool, config, tokenizer, {name: models[name] for name in names}, deadline)
-        except ValueError as error:
-            raise ConfigError(f"config key 'cluster.engines.{pool}': {error}") from error
         clients |= dict.fromkeys(names, client)
     distinct = {id(client) for client in clients.values()}
     return next(iter(clients.values())) if len(distinct) == 1 else RoutingClient(clients)
@@ -302,22 +258,8 @@ def _members(run_dir: Path, pool: str) -> tuple[int, Mapping[str, str]]:
     return members.epoch, members.engines.get(pool, {})
 
 
-def _pools(config: TrainConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the policies of each of the cluster's pools. Raises ``ConfigError`` unless each policy is in one pool."""
-    names, pools = list(names), config.cluster.engines
-    served = {name: list(pool.policies) or names for name, pool in pools.items()}
-    for name in {*names, *(policy for policies in served.values() for policy in policies)}:
-        holders = [pool for pool, policies in served.items() if name in policies]
-        if name not in names or len(holders) != 1:
-            raise ConfigError(
-                f"config key 'cluster.engines': policy {name!r} is in {' and '.join(map(repr, holders)) or 'none'}: "
-                f"expected each policy of the run, which are {names}, in one pool"
-            )
-    return served
-
-
 def _reject_models(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
-    raise ConfigError("config key 'rollout.client' = 'tinker': expected learner.type = 'tinker': it samples no models")
+    raise ConfigError(problem("rollout.client", "expected learner.type = 'tinker': it samples no models", "tinker"))
 
 
 KINDS: dict[str, Kind] = {

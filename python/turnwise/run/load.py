@@ -6,7 +6,6 @@ from pathlib import Path
 
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of
-from turnwise.run.tinker import is_remote
 from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
 from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.checkpoint.progress import START, find_checkpoint
@@ -45,7 +44,7 @@ def _load(config: TrainConfig, checkpoint: str | Path | None, trainer: Trainer) 
         chosen = _chosen_checkpoint(config, checkpoint)
         assert chosen is not None
         try:
-            if is_remote(config):
+            if config.learner.is_remote:
                 trainer.learner.load(chosen, generators=False)
             else:
                 load_weights(chosen, trainer.policies)

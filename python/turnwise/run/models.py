@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from turnwise.inference.common.model_files import read_config
-from turnwise.inference.common.routed_experts import experts_of
+from turnwise.inference.common.routed_experts import find_experts
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
 from turnwise.train.config.policies import PolicyConfig, sharing
@@ -21,6 +21,7 @@ from turnwise.train.model.forward import LAYOUTS
 from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targets, load_model, load_models
 from turnwise.train.model.support import ModelFacts, facts_of
 from turnwise.train.terms.registry import check_term_models
+from turnwise.utils.values import problem
 
 TRIED = 50_000_000
 """Largest number of weights of a model that a check runs; a larger model is tried when its run starts."""
@@ -103,11 +104,11 @@ def _ask(policies: Mapping[str, PolicyConfig], config: TrainConfig, tiny: Tiny) 
         except ValueError as error:
             keys = {"dropout": "dropout", "target_modules": "lora.target_modules"}
             key = next((key for start, key in keys.items() if str(error).startswith(start)), "path")
-            raise ConfigError(f"config key 'policies.{name}.{key}': {error}") from error
+            raise ConfigError(problem(f"policies.{name}.{key}", error)) from error
         reason = facts.reason_unshared if layout.trie_share else facts.reason_padded
         if layout.required and reason and policies[name].trainable:
-            key = f"config key 'update.sequence_layout' = {config.update.sequence_layout!r}"
-            raise ConfigError(f"{key}: {facts.kind} of policy {name!r} doesn't support it, as {reason}")
+            why = f"{facts.kind} of policy {name!r} doesn't support it, as {reason}"
+            raise ConfigError(problem("update.sequence_layout", why, config.update.sequence_layout))
     check_critic(config, models)
     with sampling_mode(models[name], share=True):
         why_uncached = cache_unsupported_reason(models[name])
@@ -126,10 +127,8 @@ def check_critic(config: TrainConfig, models: Mapping[str, nn.Module]) -> None:
     for name in models if config.loss.critic is not None else ():
         policy = config.policies[name]
         if policy.trainable and (reason := facts_of(models[name], dropout=policy.dropout).reason_padded):
-            raise ConfigError(
-                f"config key 'loss.critic': policy {name!r} needs padded rows, as {reason}, and a value head reads "
-                "packed ones: expected another model, or no critic"
-            )
+            why = f"policy {name!r} needs padded rows, as {reason}, and a value head reads packed ones"
+            raise ConfigError(problem("loss.critic", f"{why}: expected another model, or no critic"))
 
 
 def _attached(
@@ -142,7 +141,7 @@ def _attached(
             raise
         name, path = next((name, policy.path) for name, policy in policies.items())
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"config key 'policies.{name}.path' = {path!r}: {reason}") from error
+        raise ConfigError(problem(f"policies.{name}.path", reason, path)) from error
     check_targets(models, policies)
     return attach_adapters(models, policies, config.seed)
 
@@ -242,22 +241,21 @@ def model_of(config: TrainConfig, tiny: Tiny) -> ModelSize:
     """
     bases = sharing(config.policies, share_frozen=True)
     if len(bases) > 1:
-        raise ConfigError(
-            f"config key 'policies': {len(bases)} bases ({'; '.join(', '.join(names) for names in bases)}): expected "
-            "one, as the plan is for one pool of engines and one group of training GPUs. Plan each base alone"
+        why = (
+            f"{len(bases)} bases ({'; '.join(', '.join(names) for names in bases)}): expected one, as the plan is for "
+            "one pool of engines and one group of training GPUs. Plan each base alone"
         )
+        raise ConfigError(problem("policies", why))
     settings = config.policies[bases[0][0]]
     trained = {name: policy for name, policy in config.policies.items() if policy.trainable}
     if not trained:
-        raise ConfigError("config key 'policies': no policy is trainable, so there is nothing to plan")
+        raise ConfigError(problem("policies", "no policy is trainable, so there is nothing to plan"))
     try:
         module = load_model(settings.path, settings.dtype, tiny, empty=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"config key 'policies.{bases[0][0]}.path' = {settings.path!r}: expected a folder with config.json, or a "
-            f"model of the Hub: {reason}"
-        ) from error
+        why = f"expected a folder with config.json, or a model of the Hub: {reason}"
+        raise ConfigError(problem(f"policies.{bases[0][0]}.path", why, settings.path)) from error
     return size_of(module, trained, None if settings.path == TINY else _dtype_of_files(settings.path))
 
 
@@ -273,7 +271,7 @@ def size_of(module: Any, trained: Mapping[str, PolicyConfig], served: torch.dtyp
     Engines hold it in the dtype ``served``, by default that of ``module``.
     """
     config = module.config.get_text_config()
-    if (experts := experts_of(config)) is not None:
+    if (experts := find_experts(config)) is not None:
         raise ConfigError(f"policies.path: the model has {experts[0]} = {experts[1]}: expected a dense model")
     if not getattr(config, "num_attention_heads", 0):
         raise ConfigError(f"policies.path: a {config.model_type} has no attention: expected a transformer")

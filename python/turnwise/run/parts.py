@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any, cast
 
-from turnwise.arena import Arena, Episode, Stage, TreeSampler
+from turnwise.arena import Arena, Episode, Stage
 from turnwise.arena.stages.registry import stages_of
 from turnwise.arena.stages.stage import RunParts
-from turnwise.credit import registry
-from turnwise.credit.columns import needs_several_attempts
-from turnwise.tasks.base import SplittableTask, Task
+from turnwise.credit import build_rule
+from turnwise.credit.by_task import CreditByTask
+from turnwise.tasks.base import Demonstration, SplittableTask, Task, held_out, task_problems
+from turnwise.tasks.several import SeveralTasks
 from turnwise.train.callbacks import Callback, TrainerView
-from turnwise.train.config.sampling import TreeConfig
+from turnwise.train.config.rewards import CreditConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.eval.ablate import Ablation, SubTeam
-from turnwise.train.health.guard import build_guard, check_health
-from turnwise.train.league.build import build_league, check_league
-from turnwise.train.terms.registry import terms_on
+from turnwise.train.eval.ablate import Ablation, EvalSet, SubTeam
+from turnwise.train.health.guard import build_guard
+from turnwise.train.league.build import build_league
 from turnwise.types import (
     Actor,
     CreditAssigner,
-    CreditCapabilities,
+    EpisodeRequest,
     GenerateResult,
     InferenceClient,
     TaskCapabilities,
@@ -30,95 +33,111 @@ from turnwise.types import (
 from turnwise.utils.registry import did_you_mean
 
 
-def sampler_of(config: TrainConfig, actors: Sequence[str]) -> TreeSampler | None:
-    """Build the tree of ``rollout.branches`` and ``rollout.tree``, or ``None``. Raises :class:`ConfigError`."""
-    branches, tree = config.rollout.branches, config.rollout.tree
-    if branches == 1 and tree == TreeConfig():
-        return None
-    if unknown := [actor for actor in tree.branch_at or () if actor not in actors]:
-        raise ConfigError(
-            f"config key 'rollout.tree.branch_at': no actor {unknown[0]!r}; {did_you_mean(unknown[0], actors)}"
-        )
-    if branches == 1 and not tree.playouts:
-        raise ConfigError("config key 'rollout.tree': needs rollout.branches > 1, or rollout.tree.playouts > 0")
-    try:
-        return TreeSampler(
-            branches,
-            tree.select,
-            tree.temperature,
-            tree.branch_at,
-            beam_width=tree.beam_width,
-            score_by=tree.score_by,
-            playouts=tree.playouts,
-            best_share=tree.best_share,
-            share_steps=config.steps,
-        )
-    except ValueError as error:
-        raise ConfigError(f"config key 'rollout.tree': {error}") from error
+class FactsOfTask:
+    """What the sections of ``config`` ask about its task (:class:`~turnwise.settings.section.TaskFacts`).
 
-
-def check_choice(config: TrainConfig, episodes: Mapping[str, Episode]) -> None:
-    """Raise :class:`ConfigError` for a tree that chooses among actions of an episode that has no rewards for them."""
-    for name, episode in episodes.items():
-        sampler = getattr(episode, "sampler", None)
-        if isinstance(sampler, TreeSampler) and sampler.unreadable(episode):
-            select = config.rollout.tree.select or "unset"
-            raise ConfigError(
-                f"config key 'rollout.tree.select' = {select!r}: episode {name!r} gives single actions no reward "
-                "(step_reward), and branches that don't go on have no other: expected 'none', which plays all to their "
-                "ends"
-            )
-
-
-def tree_problem(credit: CreditAssigner, config: TrainConfig) -> str:
-    """Return why the credit rule and the tree of ``config`` are incompatible; an empty string if they fit."""
-    branches, tree, rule = config.rollout.branches, config.rollout.tree, config.credit.rule
-    can = capabilities_of(credit, CreditCapabilities)
-    plain = branches == 1 or (tree.select == "none" and can.ends)
-    if not plain and not can.trees:
-        either = ", or rollout.tree.select = 'none'" if can.ends else ""
-        return (
-            f"config key 'credit.rule' = {rule!r}: the rule needs plain trajectories: expected rollout.branches = 1, "
-            f"not {branches}{either}"
-        )
-    if branches > 1 and not can.ends and (tree.select == "none" or tree.beam_width > 1):
-        return (
-            f"config key 'credit.rule' = {rule!r}: the rule needs one end for each episode: expected "
-            "rollout.tree.beam_width = 1, and rollout.tree.select other than 'none'"
-        )
-    if can.values_of_states and branches == 1 and not tree.playouts:
-        return (
-            f"config key 'credit.rule' = {rule!r}: the rule takes the values of states from the branches of a tree or "
-            "from playouts: expected rollout.branches > 1, or rollout.tree.playouts > 0"
-        )
-    if tree.playouts and not can.values_of_states and rule in registry and tree.score_by != "value":
-        return (
-            f"config key 'rollout.tree.playouts' = {tree.playouts}: has no effect: expected credit.rule = "
-            f"'vine', not {rule!r}, or rollout.tree.score_by = 'value'"
-        )
-    return ""
-
-
-def comparison_problem(credit: CreditAssigner, config: TrainConfig, task: Task) -> str:
-    """Return why no attempt of ``task`` would train, as none is compared with another; an empty string if some would.
-
-    The episodes of a task with several kinds may start each other, and attempts of one parent are compared.
+    ``config`` has a policy for every actor, and ``actors`` are the task's with their policies and limits.
     """
-    rollout = config.rollout
-    trains_alone = any(term.trains_alone for term in terms_on(config.loss)) or config.teachers() or not config.steps
-    if rollout.group_size > 1 or rollout.branches > 1 or rollout.tree.playouts or trains_alone:
-        return ""
-    if len(task.episodes()) > 1 or not needs_several_attempts(credit):
-        return ""
-    asked = [request.group_id for request in task.requests(1, rollout.prompts_per_step, 1)]
-    if None in asked or len(set(asked)) < len(asked):  # the task itself asks some questions several times
-        return ""
-    alone = ", or credit.options.singleton = 'raw'" if getattr(credit, "singleton", "") == "zero" else ""
-    return (
-        f"config key 'rollout.group_size' = 1: {task.name!r} would train nothing, as the rule {config.credit.rule!r} "
-        "compares the attempts at a question, and one alone has advantage 0: expected rollout.group_size > 1, "
-        f"rollout.branches > 1, a rule that compares none, such as 'rae'{alone}"
-    )
+
+    def __init__(self, config: TrainConfig, task: Task, actors: Sequence[Actor]) -> None:
+        self.config, self.task, self.actors = config, task, actors
+        self.name = task.name
+        self.seats = capabilities_of(task, TaskCapabilities).seats
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[TrainConfig, FactsOfTask]]:
+        if not isinstance(self.task, SeveralTasks):
+            return {}
+        return {
+            name: (one, FactsOfTask(one, part, part.actors))
+            for name, (one, part) in parts_of(self.config, self.task).items()
+        }
+
+    @cached_property
+    def credit(self) -> CreditAssigner:
+        return build_credit(self.config, self.task)
+
+    @cached_property
+    def episodes(self) -> dict[str, Episode]:
+        tree = None
+        with suppress(ValueError):  # [rollout.tree] tells it
+            tree = self.config.rollout.tree.sampler(self.config.rollout.branches, self.config.steps)
+        return self.task.episodes(tree)
+
+    @cached_property
+    def questions(self) -> list[EpisodeRequest]:
+        return self.task.requests(1, self.config.rollout.prompts_per_step, 1)
+
+    @cached_property
+    def held_out(self) -> tuple[list[EpisodeRequest], list[EpisodeRequest]]:
+        settings = self.config.eval
+        validation = held_out(self.task, "validation", settings.num_prompts) if settings.every else []
+        return held_out(self.task, "eval", settings.num_prompts), validation
+
+    @cached_property
+    def ablations(self) -> list[Ablation]:
+        return ablations_of(self.task) if self.config.eval.ablate else []
+
+    @cached_property
+    def demonstrations(self) -> list[Demonstration]:
+        return self.task.demonstrations(1, self.config.seed)
+
+    @cached_property
+    def decisions(self) -> list[Any] | None:
+        return None if exploitability_of(self.task) is None else cast("Any", self.task).decisions()
+
+    def problems(self, questions: Sequence[EpisodeRequest], *, measured: bool = True) -> list[str]:
+        if isinstance(self.task, SeveralTasks):
+            return self.task.problems(questions, measured=measured)
+        return task_problems(self.task, self.task.episodes(), questions, measured=measured)
+
+
+def parts_of(config: TrainConfig, task: Task) -> dict[str, tuple[TrainConfig, Task]]:
+    """Return each of several tasks with its config, by name; one task under its own name."""
+    if not isinstance(task, SeveralTasks):
+        return {task.name: (config, task)}
+    alone = {name: config.of_task(name) for name in task.parts}
+    return {name: (with_default_credit(part.task, alone[name]), part.task) for name, part in task.parts.items()}
+
+
+def with_default_credit(task: Task, config: TrainConfig) -> TrainConfig:
+    """Replace ``credit.rule = "task"`` by the task's own credit rule; of several tasks each gets its section."""
+    if isinstance(task, SeveralTasks):
+        rules = {name: with_default_credit(part.task, config.of_task(name)).credit for name, part in task.parts.items()}
+        own = {name: one.model_copy(update={"credit": rules[name]}) for name, one in config.tasks.items()}
+        return config.model_copy(update={"tasks": own, "credit": CreditConfig()})
+    if config.credit.rule != "task":
+        return config
+    declared = capabilities_of(task, TaskCapabilities)
+    credit = {"rule": declared.credit_rule, "options": {**declared.credit_options, **config.credit.options}}
+    return config.model_copy(update={"credit": config.credit.model_copy(update=credit)})
+
+
+def build_credit(config: TrainConfig, task: Task) -> CreditAssigner:
+    """Build the rule that ``credit.rule`` names, with ``credit.options``, for each of several tasks its own.
+
+    Raises :class:`ConfigError`.
+    """
+    if isinstance(task, SeveralTasks):
+        rules = {name: build_credit(one, part) for name, (one, part) in parts_of(config, task).items()}
+        return CreditByTask(rules, task.part_of_type())
+    try:
+        rule: CreditAssigner = build_rule(config.credit.rule, config.credit.options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return rule
+
+
+def episodes_of(config: TrainConfig, task: Task) -> dict[str, Episode]:
+    """Build the task's episodes, with the tree of ``[rollout]`` if it sets one."""
+    return task.episodes(config.rollout.tree.sampler(config.rollout.branches, config.steps))
+
+
+def eval_sets(config: TrainConfig, task: Task) -> tuple[EvalSet, EvalSet]:
+    """Return the held-out questions and the validation questions; the latter are empty without validation."""
+    facts = FactsOfTask(config, task, task.actors)
+    held, validation = facts.held_out
+    return EvalSet(held, task.success_metric), EvalSet(validation, task.success_metric, facts.ablations)
 
 
 def build_stages(config: TrainConfig, task: Task, actors: Sequence[Actor] = ()) -> list[Stage]:
@@ -185,6 +204,13 @@ Measure = Callable[[Arena], Awaitable[Mapping[str, float]]]
 """Measurement of the policies behind an arena's actors: values by metric name."""
 
 
+def exploitability_of(task: Task) -> Measure | None:
+    """Return the exploitability measure of ``task``, or ``None`` for a task that is not solved exactly."""
+    from turnwise.tasks.two_player import SolvedGame, measure_exploitability
+
+    return partial(measure_exploitability, game=task) if isinstance(task, SolvedGame) else None
+
+
 class ExploitabilityProbe(Callback):
     """Measures before the first step and after every ``every`` steps, and logs the result."""
 
@@ -220,16 +246,3 @@ def build_callbacks(
     every = config.eval.exploitability_every
     probe = ExploitabilityProbe(measure, every) if every and measure is not None else None
     return [callback for callback in (league, build_guard(config, seats), probe) if callback is not None]
-
-
-def check_selfplay(
-    config: TrainConfig, actors: Sequence[Actor], seats: Sequence[str], task: str, measure: Measure | None
-) -> list[str]:
-    """List the problems with the callbacks of ``config`` (with resolved policies), one line each."""
-    problems = [*check_league(config, actors, seats, task), *check_health(config, seats)]
-    key = f"config key 'eval.exploitability_every' = {config.eval.exploitability_every}"
-    if config.eval.exploitability_every and measure is None:
-        problems.append(f"{key}: task {task!r} is not solved exactly; expected kuhn_poker or tic_tac_toe")
-    elif config.eval.exploitability_every and (config.rollout.client != "transformers" or config.cluster.has_engines):
-        problems.append(f"{key}: needs rollout.client = 'transformers', which can score, and no cluster.engines")
-    return problems

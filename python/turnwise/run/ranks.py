@@ -16,6 +16,7 @@ from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import find_device
 from turnwise.train.model.policy import Policy
 from turnwise.train.validate import contradictions
+from turnwise.utils.values import problem
 
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 """torchrun's variables, and those that ``srun`` sets for each task."""
@@ -72,7 +73,7 @@ def join_ranks(config: TrainConfig) -> Any:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     elif config.sharding.offload:
-        raise ConfigError(f"config key 'sharding.offload' = True: expected a GPU, got the device {device!r}")
+        raise ConfigError(problem("sharding.offload", f"expected a GPU, got the device {device!r}", True))
     else:
         _give_memory_back()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -112,10 +113,8 @@ def shard(policies: Mapping[str, Policy], config: TrainConfig, mesh: Any) -> Any
 
     groups, size = weight_groups(policies), mesh.size()
     if size % len(groups):
-        raise ConfigError(
-            f"config key 'sharding.parallel' = true: expected a number of processes that the {len(groups)} groups of "
-            f"weights divide ({', '.join('+'.join(names) for names in groups)}), got {size}"
-        )
+        why = f"expected a number of processes that the {len(groups)} groups of weights divide"
+        raise ConfigError(problem("sharding.parallel", f"{why} ({', '.join(map('+'.join, groups))}), got {size}", True))
     shape = (len(groups), size // len(groups))
     parallel = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("groups", "shards"))
     return ParallelLearner(policies, config, parallel, groups, **options)

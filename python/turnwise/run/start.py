@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from turnwise.inference.common.hf_model import context_length
 from turnwise.tasks import Task
+from turnwise.tasks.several import SeveralTasks
 from turnwise.train.checkpoint.warm_start import WarmStartSaver
 from turnwise.train.config.policies import sharing
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.update.held_out import HeldOutCheck
-from turnwise.train.update.sft import WarmStart, warm_start
-from turnwise.train.update.sft_data import Demonstration, SFTRows, fitting
+from turnwise.train.update.sft import WarmStart, grouped, warm_start
+from turnwise.train.update.sft_data import Demonstration, fitting
+from turnwise.train.update.sft_rows import SFTRow, SFTRows
 from turnwise.types import Actor, EpisodeRequest
 from turnwise.utils.signals import deferred_signals
 
@@ -56,6 +61,33 @@ def run_warm_start(
         _warm_start_each(config, rows, actors, tokenizer, models, log, folder, asked)
 
 
+def players_of(task: Task, actors: Sequence[Actor]) -> Sequence[Actor]:
+    """Return the actors that demonstrations are of; of several tasks those of each."""
+    if not isinstance(task, SeveralTasks):
+        return actors
+    return [actor for team in task.teams(actors).values() for actor in team.values()]
+
+
+def _rows_of_models(
+    config: TrainConfig, rows: SFTRows, actors: Sequence[Actor]
+) -> Iterator[tuple[list[str], list[SFTRow]]]:
+    """Yield the policies that share each model to be trained, with the rows that it learns."""
+    policy_of = {actor.id: actor.policy for actor in actors}
+    for names in sharing(config.policies, share_frozen=False):
+        if any(config.policies[name].trainable for name in names):
+            yield names, [row for row in rows.rows if row.actor is None or policy_of[row.actor] in names]
+
+
+def check_targets(config: TrainConfig, rows: SFTRows, actors: Sequence[Actor]) -> None:
+    """Raise :class:`ConfigError` for a target that is measured on held-out rows, where a model has too few."""
+    for kept in filter(None, (kept for _, kept in _rows_of_models(config, rows, actors))):  # one without rows is noted
+        prompts = [(row.actor, repr(row.prompt)) for row in kept]
+        try:
+            grouped(prompts, config.warm_start, np.random.default_rng(config.seed))
+        except ValueError as error:
+            raise ConfigError(f"config section 'warm_start': {error}") from None
+
+
 def _warm_start_each(
     config: TrainConfig,
     rows: SFTRows,
@@ -66,13 +98,9 @@ def _warm_start_each(
     folder: Path | None,
     asked: Callable[[], int | None],
 ) -> None:
-    policy_of = {actor.id: actor.policy for actor in actors}
     records: list[dict[str, Any]] = []
-    for names in sharing(config.policies, share_frozen=False):
-        if not any(config.policies[name].trainable for name in names):
-            continue
+    for names, kept in _rows_of_models(config, rows, actors):
         warmed = f"policy {names[0]!r}" if len(names) == 1 else f"the base of policies {', '.join(map(repr, names))}"
-        kept = [row for row in rows.rows if row.actor is None or policy_of[row.actor] in names]
         if not kept:
             log.note(f"warm start of {warmed}: no row is of its actors, so nothing is trained")
             continue

@@ -68,13 +68,14 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         step.advantage,
         step.finish_reason,
         step.info.get("loss_mask"),
-        float(step.info.get("temperature", 1.0)),
+        1.0 if step.facts.temperature is None else float(step.facts.temperature),
         node.parent_id,
         step.group,
         step.reward is not None,
         step.info,
         top,
         {} if advantages is None else {TOKEN_ADVANTAGES: CompletionColumn(advantages)},
+        facts=step.facts,
         attempt_id=rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
     )
 

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-from turnwise.types import GenerateResult, Rollout, Sample, Step
-
-LEDGER = "ledger"
-"""Key of ``step.info``, and of ``rollout.meta``: a list of ``[what, name, before, after]``. ``what`` is ``"reward"`` or
-``"advantage"`` of a step; of a rollout it is the actor whose reward changed."""
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Sample, Step, StepFacts
 
 
-def note(holder: dict[str, Any], what: str, name: str, before: float | None, after: float | None) -> None:
-    """Note a change in the info of a step or the meta of a rollout, if it is one."""
+def note(facts: StepFacts | RolloutFacts, what: str, name: str, before: float | None, after: float | None) -> None:
+    """Note a change in the ledger of a step or a rollout, if it is one."""
     if before != after:
-        holder.setdefault(LEDGER, []).append([what, name, before, after])
+        facts.ledger = facts.ledger or []
+        facts.ledger.append([what, name, before, after])
 
 
 def note_rewards(rollout: Rollout, name: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     """Note each actor's change in the rewards of a rollout."""
     for actor in dict.fromkeys([*before, *after]):
-        note(rollout.meta, actor, name, before.get(actor), after.get(actor))
+        note(rollout.facts, actor, name, before.get(actor), after.get(actor))
 
 
 @contextmanager
@@ -49,7 +45,7 @@ def noted_results(results: Sequence[GenerateResult], name: str) -> Iterator[None
             note_rewards(rollout, name, before, rollout.rewards)
     for step, reward in zip(steps, of_steps, strict=True):
         if step.reward != reward:
-            note(step.info, "reward", name, reward, step.reward)
+            note(step.facts, "reward", name, reward, step.reward)
 
 
 @contextmanager
@@ -59,7 +55,7 @@ def noted_samples(results: Sequence[GenerateResult], samples: Sequence[Sample], 
     yield
     changed = [sample.reward != reward for sample, reward in zip(samples, before, strict=True)]
     for step, sample, reward in zip(_steps(results, samples) if any(changed) else (), samples, before, strict=False):
-        note(step.info, "reward", name, reward, sample.reward)
+        note(step.facts, "reward", name, reward, sample.reward)
 
 
 @contextmanager
@@ -69,7 +65,7 @@ def noted_advantages(results: Sequence[GenerateResult], samples: Sequence[Sample
     before = [step.advantage for step in steps]
     yield
     for step, advantage in zip(steps, before, strict=True):
-        note(step.info, "advantage", name, advantage, step.advantage)
+        note(step.facts, "advantage", name, advantage, step.advantage)
 
 
 def _steps(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> list[Step]:

@@ -61,7 +61,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
     for rollout, metrics in zip(rollouts, with_zero_counts([rollout.metrics for rollout in rollouts]), strict=True):
         if rollout.error is None:
-            rewards, raw_rewards = rollout.rewards, rollout.meta.get("raw_rewards") or {}
+            rewards, raw_rewards = rollout.rewards, rollout.facts.raw_rewards or {}
             if rollout.meta.get(CHILD, {}).get("inherits", False):
                 rewards, raw_rewards = {}, {}  # counted with its attempt
             for kind, values in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
@@ -69,33 +69,34 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
                     means[kind][name].append(value)
 
     # Tokens, also of failed attempts, group functions, playouts and judges; lengths by actor.
-    metas = [rollout.meta for rollout in rollouts]
-    sampled = sum(meta.get("lost_tokens", 0) + meta.get("group", {}).get("sampled_tokens", 0) for meta in metas)
+    sampled = sum(
+        rollout.facts.lost_tokens + rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts
+    )
     shortened = Counter[str]()
     playout_tokens = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
     for step in (step for rollout in rollouts for step in rollout.steps):
-        actor, info, length = step.actor_id, step.info, len(step.completion_token_ids)
-        sampled += 0 if actor is None and "cached" in info else length
+        actor, length = step.actor_id, len(step.completion_token_ids)
+        sampled += 0 if actor is None and step.facts.cached else length
         if actor is not None:
             means["completion_tokens"][actor].append(length)
             means["truncated"][actor].append(step.finish_reason == "length")
-            shortened[f"shortened/{actor}"] += SHORTENED in info
+            shortened[f"shortened/{actor}"] += SHORTENED in step.info
             for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
-                if kind in info:
-                    means[kind][actor].append(info[kind])
+                if (value := getattr(step.facts, kind)) is not None:
+                    means[kind][actor].append(value)
 
     # Counts come first, then the means.
     counts: dict[str, float] = {
         "episodes": len(rollouts),
         "episodes/failed": sum(rollout.error is not None for rollout in rollouts),
-        "episodes/retried": sum(meta.get("attempt", 0) for meta in metas),
+        "episodes/retried": sum(rollout.facts.attempt for rollout in rollouts),
         "sampled_tokens": sampled + playout_tokens,
     }
     if playout_tokens:
         counts["playout_tokens"] = playout_tokens
     counts |= {name: count for name, count in shortened.items() if count}
-    for meta in metas:
-        for name, count in (meta.get("mishaps") or {}).items():
+    for rollout in rollouts:
+        for name, count in (rollout.facts.mishaps or {}).items():
             counts[name] = counts.get(name, 0) + count
     finished = [rollout.meta.get("ended") for rollout in rollouts if rollout.error is None]
     if ends := [end for end in finished if end is not None]:

@@ -15,11 +15,11 @@ from turnwise.types import CreditAssigner, ExplainedCredit, GenerateResult, Samp
 Reason = Callable[[GenerateResult, Step], bool]
 
 REASONS: dict[str, Reason] = {
-    "failed": lambda result, step: result.rollout.error is not None or "error" in step.info,
-    "resample": lambda result, step: result.rollout.meta.get("drop_reason") == "resample",
-    "over_quota": lambda result, step: result.rollout.meta.get("drop_reason") == "over_quota",
-    "reward_error": lambda result, step: "dropped" in result.rollout.meta,
-    "greedy": lambda result, step: result.is_trainable and "greedy" in step.info,
+    "failed": lambda result, step: result.rollout.error is not None or step.facts.error is not None,
+    "resample": lambda result, step: result.rollout.facts.drop_reason == "resample",
+    "over_quota": lambda result, step: result.rollout.facts.drop_reason == "over_quota",
+    "reward_error": lambda result, step: result.rollout.facts.dropped is not None,
+    "greedy": lambda result, step: result.is_trainable and step.facts.greedy,
     "not_trainable": lambda result, step: not (result.is_trainable and step.trainable),
     "aborted": lambda result, step: step.finish_reason == "abort",
 }
@@ -28,15 +28,12 @@ REASONS: dict[str, Reason] = {
 Drops = dict[tuple[str, str], int]
 """Number of model calls that don't train, by ``(actor, cause)``."""
 
-GRAMMAR = "grammar"
-"""Key of ``step.info``: the text of the grammar under which the step was sampled."""
-
 
 def training_samples(
     results: Sequence[GenerateResult],
     filters: Filters,
     zero_causes: Mapping[StepKey, str] | None = None,
-    prepare: Callable[[Sample], str] = lambda sample: "constrained" if GRAMMAR in sample.info else "",
+    prepare: Callable[[Sample], str] = lambda sample: "constrained" if sample.facts.grammar is not None else "",
 ) -> tuple[list[Sample], Drops]:
     """Return the samples that train, and counts of the model calls that don't, without judges.
 

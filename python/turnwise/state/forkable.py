@@ -12,30 +12,11 @@ from typing import Any, ClassVar
 from turnwise._C import State, StateDict, StateError, StateList, TokenArray
 from turnwise.state.deep_copies import copying, explained, fork_within, keep_alive
 from turnwise.state.exclusive import ATOMS, HOLDERS, exclusive_graphs, held_once, is_whole
-from turnwise.state.store import LINKED_OBJECT, SHARE, PolicyTuple, Store, copy_random
+from turnwise.state.store import OBJECTS, copy_random
 from turnwise.utils.copies import check_copies, is_ez_pickle
 
 _LATER = "(turnwise: copied when asked for)"
 """Key in an instance dict. Its value holds the attributes to copy on first use, by name."""
-
-
-class _Objects(Store):
-    """The store of forkable objects. Objects without a policy are deep-copied, with the same memo."""
-
-    def __init__(self) -> None:
-        super().__init__(arrays="copy")
-
-    def _policy_of(self, kind: type) -> PolicyTuple | None:
-        return super()._policy_of(kind) or LINKED_OBJECT
-
-    def is_shared(self, kind: type) -> bool:
-        if kind not in self._policies:
-            self._policies[kind] = self._policy_of(kind)
-        policy = self._policies[kind]
-        return policy is not None and policy[0] == SHARE
-
-
-OBJECTS = _Objects()
 
 
 class _HasDict:

@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise._C import State, StateDict, StateList
 from turnwise.state.exclusive import graph_of
-from turnwise.state.forkable import OBJECTS
+from turnwise.state.store import OBJECTS
 from turnwise.utils.copies import check_copies
 
 

@@ -261,3 +261,22 @@ def _store_with(kind: type[Store], attributes: dict[str, Any], check_shared: boo
     Store.__init__(store, check_shared=check_shared)
     vars(store).update(attributes)
     return store
+
+
+class _Objects(Store):
+    """The store of forkable objects. Objects without a policy are deep-copied, with the same memo."""
+
+    def __init__(self) -> None:
+        super().__init__(arrays="copy")
+
+    def _policy_of(self, kind: type) -> PolicyTuple | None:
+        return super()._policy_of(kind) or LINKED_OBJECT
+
+    def is_shared(self, kind: type) -> bool:
+        if kind not in self._policies:
+            self._policies[kind] = self._policy_of(kind)
+        policy = self._policies[kind]
+        return policy is not None and policy[0] == SHARE
+
+
+OBJECTS = _Objects()

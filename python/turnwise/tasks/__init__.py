@@ -1,6 +1,6 @@
 """Tasks: their players, episodes, rewards and measures of success. None needs a network or a key.
 
-Read in this order: base, generated, own, teams, routes, tiny.
+Read in this order: base, generated, own, teams, tiny.
 May import: types, utils, arena.
 
 ``build_task("sudoku", {"blanks": [4, 6]})`` returns a :class:`Task`, which the training loop and the command line take.

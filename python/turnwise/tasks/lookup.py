@@ -197,7 +197,7 @@ def well_formed(rollout: Any) -> dict[str, float]:
 
 
 def _calls(rollout: Any) -> list[str]:
-    return [status for step in rollout.steps for status in step.info.get("tool_calls", ())]
+    return [status for step in rollout.steps for status in step.facts.tool_calls or ()]
 
 
 class LookupOptions(TaskOptions):

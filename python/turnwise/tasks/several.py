@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.arena.stages.task_labels import SUCCESS, TASK, TaskLabels
+from turnwise.arena.stages.task_labels import SUCCESS, TaskLabels
 from turnwise.tasks.base import Demonstration, NumberedTask, Player, Split, Task, task_problems
 from turnwise.types import Actor, EpisodeRequest
 
@@ -136,7 +136,7 @@ class SeveralTasks:
                 request,
                 episode_type=self.types[name].get(request.episode_type, request.episode_type),
                 group_id=None if request.group_id is None else f"{name}/{request.group_id}",
-                meta={**request.meta, TASK: name},
+                facts=replace(request.facts, task=name),
             )
             for request in requests
         ]
@@ -149,7 +149,7 @@ class SeveralTasks:
             own = [
                 replace(request, episode_type=own_type.get(request.episode_type, request.episode_type))
                 for request in requests
-                if request.meta.get(TASK) == name
+                if request.facts.task == name
             ]
             problems += task_problems(part.task, part.task.episodes(), own, measured=measured)
         return problems

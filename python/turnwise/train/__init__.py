@@ -1,7 +1,8 @@
 """The training loop and its rooms: config, model, update, checkpoints, evaluation, logs, league, health.
 
-Read in this order: loop, loss_terms, group_queue, callbacks, validate, run_folder.
-May import: types, utils, samples, credit, arena, train.
+Read in this order: loop, last_step, loss_terms, group_queue, callbacks, validate, run_folder,
+resume, resume_queue, resume_stores.
+May import: types, utils, settings, samples, credit, arena, train.
 """
 
 from turnwise.utils.registry import require
@@ -10,9 +11,10 @@ require("turnwise.train", "numpy", "torch", "transformers", "tokenizers", "safet
 
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.eval.ablate import EvalSet
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.loop import EvalSet, Trainer
+from turnwise.train.loop import Trainer
 from turnwise.train.model.loading import attach_adapters, build_policies
 from turnwise.train.model.policy import Policy
 from turnwise.train.update.sft import Demonstration, warm_start

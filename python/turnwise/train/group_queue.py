@@ -21,7 +21,7 @@ from typing import Any, Self
 from turnwise.arena import Arena
 from turnwise.arena.runtime.concurrency import FailureBudget
 from turnwise.arena.runtime.hashing import content_key
-from turnwise.train.interrupt import leave
+from turnwise.train.interrupt import wait_or_abandon
 from turnwise.types import EpisodeRequest, GenerateResult
 
 Results = list[GenerateResult]
@@ -143,7 +143,7 @@ class GroupQueue:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await leave(self.discard()[1])
+        await wait_or_abandon(self.discard()[1])
 
     def restore(self, saved: Sequence[Any]) -> int:
         """Add the batches of a :class:`Pending`, of a queue of either mode, before any is drawn. Return the number of

@@ -146,10 +146,10 @@ class StopRequest:
                 await asyncio.wait({task, hurry}, timeout=until, return_when=asyncio.FIRST_COMPLETED)
             return await task if task.done() else None
         finally:
-            await leave([task, asked, hurry])
+            await wait_or_abandon([task, asked, hurry])
 
 
-async def leave(tasks: list[asyncio.Future[Any]]) -> None:
+async def wait_or_abandon(tasks: list[asyncio.Future[Any]]) -> None:
     """Cancel ``tasks``, and wait at most :data:`LEAVE` seconds until they have ended."""
     for task in tasks:
         task.cancel()

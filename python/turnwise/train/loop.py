@@ -21,59 +21,48 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from turnwise.arena import Arena, EpisodeCheckpoints
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import take_counts
 from turnwise.samples.pack import drop_stale
-from turnwise.samples.training_samples import state_of
 from turnwise.train.callbacks import Callback
 from turnwise.train.checkpoint.progress import RunProgress
-from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
 from turnwise.train.config.policies import policies_at
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import CONFIG_FILE, ConfigError, to_toml
-from turnwise.train.eval.ablate import Ablation, ablate, addition_metrics
+from turnwise.train.config.toml import CONFIG_FILE, to_toml
+from turnwise.train.eval.ablate import EvalSet, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.group_queue import check_step_not_overridden
 from turnwise.train.health.watch import Watch
-from turnwise.train.interrupt import StopNow, StopRequest, leave
+from turnwise.train.interrupt import StopNow, StopRequest
+from turnwise.train.last_step import LastStep
 from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness, summarize
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loss_terms import keep_their_rows
 from turnwise.train.model.policy import Policy, limit_heads
-from turnwise.train.resume import first_unpicklable, new_queue, resume_run, rewound_state, save_run, save_validation
+from turnwise.train.resume import resume_run, save_run, save_validation
+from turnwise.train.resume_queue import new_queue
 from turnwise.train.run_folder import RunLock
 from turnwise.train.terms.registry import stages_of_terms, teachers_replace_rewards
-from turnwise.train.validate import check_contradictions
-from turnwise.types import ClientCapabilities, EpisodeRequest, Sampling, TrainingBatch, capabilities_of
+from turnwise.train.validate import check_contradictions, check_parts
+from turnwise.types import Sampling, TrainingBatch
 from turnwise.utils.files import replace_text
 from turnwise.utils.memory import frozen_heap
 from turnwise.utils.registry import name_of, numbered
-from turnwise.utils.signals import SavedNote, after, exits_as_errors
+from turnwise.utils.signals import after, exits_as_errors
 from turnwise.utils.threads import begin
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EvalSet:
-    """Held-out episodes and the rubric metric that counts as success. ``ablations`` are the actors to leave out."""
-
-    requests: Sequence[EpisodeRequest]
-    metric: str
-    ablations: Sequence[Ablation] = ()
 
 
 class Trainer:
@@ -101,28 +90,13 @@ class Trainer:
         check_step_not_overridden(arena)
         self.learner = LocalLearner(policies, config) if isinstance(policies, Mapping) else policies
         policies = self.learner.policies
-        client = capabilities_of(arena.client, ClientCapabilities)
-        for actor in arena.actors.values():
-            if actor.policy not in {*policies, *client.fixed_policies}:
-                raise ValueError(
-                    f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}"
-                )
+        check_parts(arena, policies, config, validation)
         brought = (stage for callback in callbacks for stage in callback.stages)
         for stage in (*brought, *stages_of_terms(config.loss, self.learner)):
             arena.add_stage(stage)
         for stage in arena.stages:
             stage.attach(arena, self.learner)
         teachers_replace_rewards(policies, arena.stages.unrewarded)
-        if config.loop.max_staleness and client.shares_weights:
-            raise ValueError(
-                f"loop.max_staleness={config.loop.max_staleness}: expected a client with its own copy of the weights, "
-                "as sampling goes on while the trainer updates its modules. Make the client with share=False"
-            )
-        if config.eval.ablate and validation is not None and not validation.ablations:
-            raise ConfigError(
-                "config key 'eval.ablate' = true: expected the validation set's ablations, as in "
-                "EvalSet(requests, metric, ablations=...)"
-            )
         self._run_dir = config.run_dir
         config = config.model_copy(update={"run_dir": config.run_dir.absolute()})  # user code may change the folder
         self.arena, self.policies, self.config, self.validation = arena, policies, config, validation
@@ -151,8 +125,7 @@ class Trainer:
         self.rollouts = new_queue(self)
         self._published: dict[str, int] = {}
         self._saved_at = self._started = 0.0
-        self._before_step: _BeforeStep | None = None
-        self._unlogged: dict[str, float] | None = None
+        self._last_step = LastStep(self, self._stop)
         self.unwritten: dict[str, float] | None = None
 
     async def run(self) -> RunProgress:
@@ -165,7 +138,7 @@ class Trainer:
             await self._start()
             try:
                 with self._stop.listening(), self.log:
-                    async with self.rollouts, self._saving():
+                    async with self.rollouts, self._last_step.saved():
                         await self._stop.unless_requested(self.validate_missing(), patient=True)
                         while not self.finished():
                             batch = await self.next_batch()
@@ -179,24 +152,6 @@ class Trainer:
                 raise
             await hook(self.arena.on_train_end)
         return self.progress
-
-    @asynccontextmanager
-    async def _saving(self) -> AsyncIterator[None]:
-        """Save the last complete step at the end of the block, also after an error."""
-        try:
-            with exits_as_errors("the training loop"):
-                yield
-        except StopNow:  # blocking code was interrupted, so that the run can end as after other signals
-            await self.stop_and_save(finish_running=False)
-            return
-        except BaseException as error:
-            saved = "the newest checkpoint"
-            with after(error, "saving the last step"):
-                await self.stop_and_save(finish_running=False)
-                saved = f"step {self.progress.step}, which is saved"
-            error.add_note(SavedNote(f"the same command goes on from {saved} in {self.checkpoints}"))
-            raise
-        await self.stop_and_save(finish_running=self.config.loop.deterministic)
 
     async def _send_and_record(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
         with suppress(StopNow), exits_as_errors(f"step {self.progress.step}"):
@@ -229,7 +184,7 @@ class Trainer:
         if results is None:
             return None
         self._sampled = time.perf_counter()
-        self._before_step = _BeforeStep(state_of(self.arena.credit), random_state(self.rng), generator_states())
+        self._last_step.begin()
         self.rollouts.pop_oldest()
         batch = await self.run_off_event_loop(self.arena.assign_credit_and_pack, results)
         versions = {name: policy.version for name, policy in self.policies.items()}
@@ -292,8 +247,7 @@ class Trainer:
 
     def count_step(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
         """Count a step whose update has ended. From here on the run logs it, with ``metrics``, and saves it."""
-        self._before_step = None
-        self._unlogged = metrics
+        self._last_step.complete(metrics)
         self.progress.step += 1
         self.progress.episodes += int(batch.metrics["episodes"])
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
@@ -351,7 +305,7 @@ class Trainer:
         """Log the counted step. A row that can't be written is kept in the checkpoint."""
         self.progress.seconds += time.perf_counter() - self._started
         metrics["total_sampled_tokens"] = self.progress.sampled_tokens
-        self._unlogged = None
+        self._last_step.unlogged = None
         try:
             self.log.step(self.progress.step, metrics, self.arena.last_results)
         except BaseException:
@@ -433,51 +387,4 @@ class Trainer:
         for them, because a resumed run would sample them with newer weights. A batch whose update failed returns to the
         queue. Raises ``RuntimeError`` if that update had changed weights that can't be restored.
         """
-        if finish_running:
-            await self._stop.unless_requested(self.rollouts.wait_idle(), patient=True)
-            if (error := self.rollouts.failed_spare()) is not None:
-                self.log.note(f"a batch for the steps after {self.config.steps} failed and is dropped: {error!r}")
-        if self._before_step is not None:
-            self._undo_step(self._before_step)
-        before, running = self.rollouts.discard(first_unpicklable(self))
-        try:
-            await leave(running)
-        finally:
-            # Rewind the samplers to the state before the discarded batches.
-            if before is not None:
-                arena, generators = rewound_state(self, before)
-                self.arena.load_state_dict(arena)
-                set_random_state(self.rng, generators)
-            try:
-                if self._unlogged is not None:
-                    self.log_step(self._unlogged)
-            finally:
-                for policy in self.policies.values() if self.learner.whole else ():
-                    policy.check_finite(f"after step {self.progress.step}, which is not saved")
-                with self._stop.undisturbed():
-                    self.save()
-                    self.learner.finish_saving()
-
-    def _undo_step(self, before: _BeforeStep) -> None:
-        """Return to the state before a step whose update failed. The learner has restored its policies."""
-        if self.learner.torn:
-            raise RuntimeError(
-                f"the update after step {self.progress.step} failed when it had changed weights of which there is no "
-                f"copy. The same command goes on from the newest checkpoint under {self.checkpoints}"
-            )
-        self._before_step = None
-        self.rollouts.put_back()
-        self.arena.take_back_credit(before.credit)
-        ahead = self.rollouts.max_ahead > 0  # then episodes have since drawn from the global generators
-        now = random_state(self.rng)
-        set_random_state(self.rng, {**now, "trainer": before.random["trainer"]} if ahead else before.random)
-        set_generator_states(before.torch)
-
-
-@dataclass(frozen=True, slots=True)
-class _BeforeStep:
-    """State before credit and update of a step: of the credit rule, and of all random generators."""
-
-    credit: dict[str, Any] | None
-    random: dict[str, Any]
-    torch: dict[str, Tensor]
+        await self._last_step.stop_and_save(finish_running=finish_running)

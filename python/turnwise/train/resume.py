@@ -7,19 +7,15 @@ This is the only way to save and resume a run. It collects a run's state, and so
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena import Arena, ArtifactStore
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
+from turnwise.train.checkpoint.checkpoint import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.files import (
-    LARGEST,
     CheckpointError,
     CheckpointMismatch,
     amend_progress,
@@ -27,46 +23,22 @@ from turnwise.train.checkpoint.files import (
     read_state,
 )
 from turnwise.train.checkpoint.progress import RunProgress
-from turnwise.train.checkpoint.run_state import random_state, set_random_state
+from turnwise.train.checkpoint.run_state import set_random_state
+from turnwise.train.checkpoint.vocabulary import VOCABULARY, check_vocabulary, digest_of
 from turnwise.train.config.changes import Resumed, resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
-from turnwise.train.group_queue import GroupQueue
 from turnwise.train.log.run_log import read_metrics
+from turnwise.train.resume_queue import QUEUE, SamplerState, new_queue, pending_files, restore_pending, sampler_state
+from turnwise.train.resume_stores import begin_stores, forget_old_states, name_run
 from turnwise.train.run_folder import check_records
-from turnwise.utils.files import read_json, replace_text
 from turnwise.utils.registry import name_of
-
-QUEUE = "queue.pickle"
-"""File of a checkpoint with the batches that were sampled but not trained; absent if there are none."""
-
-STORES_FILE = "stores.json"
-"""File in the run folder with the state that each store in a file had when the run began."""
 
 SETTINGS = "settings"
 """Key of a checkpoint's state with the run's config as TOML."""
 
 CREDIT_RULE = "credit_rule"
 """Key of a checkpoint's state with the name of the class whose state it holds as the credit rule's."""
-
-SamplerState = tuple[dict[str, Any], dict[str, Any]]
-"""State of the arena, and of the random generators."""
-
-
-def new_queue(trainer: TrainerView) -> GroupQueue:
-    """Return an empty queue that samples from the trainer's present step on."""
-    return GroupQueue(
-        trainer.arena,
-        partial(sampler_state, trainer),
-        max_ahead=trainer.config.loop.max_staleness,
-        oversample=trainer.config.rollout.oversample,
-        first=trainer.progress.step,
-    )
-
-
-def sampler_state(trainer: TrainerView) -> SamplerState:
-    """Return the state of everything that a batch draws from."""
-    return trainer.arena.state_dict(), random_state(trainer.rng)
 
 
 def rewound_state(trainer: TrainerView, before: SamplerState) -> SamplerState:
@@ -89,20 +61,14 @@ def save_run(trainer: TrainerView) -> Path:
 
     It includes finished batches that wait to be trained. A resumed run samples running batches again.
     """
-    pending = trainer.rollouts.pending()
-    try:
-        attachments = {QUEUE: _pickle(pending.batches)} if pending.batches else {}
-    except TypeError as error:
-        if trainer.config.loop.deterministic:
-            raise
-        pending = trainer.rollouts.pending(most=_note_first_unpicklable(trainer, pending.batches, error))
-        attachments = {QUEUE: _pickle(pending.batches)} if pending.batches else {}
+    pending, attachments = pending_files(trainer)
     arena, generators = sampler_state(trainer) if pending.before is None else rewound_state(trainer, pending.before)
     # Collect the state that goes into the manifest, and the checkpoints that must stay.
     callbacks = trainer.callbacks.values()
     state = {
         SETTINGS: to_toml(trainer.config),
         CREDIT_RULE: name_of(type(trainer.arena.credit)),
+        VOCABULARY: digest_of(trainer.arena.tokenizer),
         "progress": asdict(trainer.progress),
         "arena": arena,
         "random": generators,
@@ -153,31 +119,9 @@ def _steps_to_keep(trainer: TrainerView) -> set[int]:
     return {*regular[-config.keep_last :], *protected, *([] if best is None else [best])}
 
 
-def first_unpicklable(trainer: TrainerView) -> int | None:
-    """Return the index of the first finished batch that can't be pickled; ``None`` if all can be saved."""
-    batches = trainer.rollouts.pending().batches
-    try:
-        if batches:
-            _pickle(batches)
-    except TypeError as error:
-        return _note_first_unpicklable(trainer, batches, error)
-    return None
-
-
-def _note_first_unpicklable(trainer: TrainerView, batches: list[Any], error: Exception) -> int:
-    """Note that batches are not saved, as one of them can't be pickled, and return its index."""
-    trainer.log.note(f"{error}. They are not in the checkpoint, and a resumed run samples them again")
-    for index, batch in enumerate(batches):
-        try:
-            _pickle([batch])
-        except TypeError:
-            return index
-    return len(batches)
-
-
 def settings_to_resume(config: TrainConfig) -> Resumed:
     """Return the settings with which the run of ``config`` goes on, those of the config if it has no checkpoint."""
-    checkpoints = list_checkpoints(config.run_dir / "checkpoints") if config.resume else []
+    checkpoints = checkpoints_to_resume(config)
     return resumed(config, read_state(checkpoints[-1]).get(SETTINGS) if checkpoints else None)
 
 
@@ -190,6 +134,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     checkpoints = list_checkpoints(trainer.checkpoints)
     going_on = settings_to_resume(trainer.config)
     trainer.config = going_on.or_raise()
+    check_vocabulary(trainer.config, lambda: trainer.arena.tokenizer)
     trainer.rollouts = new_queue(trainer)
     name_run(trainer.arena, trainer.config.run_dir)
 
@@ -221,8 +166,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
         if name in trainer.callbacks:
             trainer.callbacks[name].load_state_dict(saved, newest)
     trainer.rollouts = new_queue(trainer)
-    if queue is not None and (dropped := trainer.rollouts.restore(pickle.loads(queue))):
-        trainer.log.note(f"{dropped} groups that were drawn are dropped, as rollout.oversample is 1 now")
+    restore_pending(trainer, queue)
 
     # The first checkpoint of a run is older than its first validation, which will be logged again.
     from_start = trainer.progress.step == 0 and not trainer.progress.evaluations
@@ -246,55 +190,3 @@ def _without_other_rules(trainer: TrainerView, state: Mapping[str, Any]) -> dict
         return arena
     trainer.log.note(f"the credit rule {now} starts anew: the checkpoint has the baselines of {before}")
     return {**arena, "credit": None}
-
-
-def _pickle(batches: list[Any]) -> bytes:
-    try:
-        return pickle.dumps(batches, protocol=5)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise TypeError(
-            f"batches that wait for training can't be saved: {error}; with loop.max_staleness > 0 the objects that "
-            "episodes record must be picklable"
-        ) from error
-
-
-# -- Stores in files, which must agree with the checkpoints ------------------------------------------------------------
-def name_run(arena: Arena, folder: Path) -> None:
-    """Mark everything that the run adds to stores in files with the name of its folder."""
-    for store in _stores_in_files(arena).values():
-        store.set_run_name(folder.resolve().name)
-
-
-def begin_stores(arena: Arena, folder: Path) -> None:
-    """Record the states of stores in files, before the first step of a run without a checkpoint.
-
-    If the run was killed before its first checkpoint, first restore the recorded states, so that no entry is added
-    twice. Raises ``ValueError``, naming the record, if a store can't be restored.
-    """
-    stores, note = _stores_in_files(arena), folder / STORES_FILE
-    if not stores:
-        return
-    if note.is_file():
-        noted = read_json(note, most=LARGEST)
-        for name in stores.keys() & noted.keys():
-            try:
-                stores[name].load_state_dict(noted[name])
-            except ValueError as error:
-                raise ValueError(f"{error}; delete {note} to begin with the store's present state") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_text(note, json.dumps({name: store.state_dict() for name, store in stores.items()}))
-
-
-def forget_old_states(arena: Arena, oldest: Path) -> None:
-    """Prune the revisions of stores in files that only deleted checkpoints need; ``oldest`` is the oldest one left."""
-    stores = _stores_in_files(arena)
-    if not stores:
-        return
-    manifest = read_json(oldest / "manifest.json", follow=True, most=LARGEST)
-    saved = manifest["state"]["arena"]["stores"]
-    for name in stores.keys() & saved.keys():
-        stores[name].prune_revisions_before(saved[name])
-
-
-def _stores_in_files(arena: Arena) -> dict[str, ArtifactStore]:
-    return {name: store for name, store in arena.stores.items() if store.path is not None}

@@ -16,6 +16,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, ConfigError
 from turnwise.train.log.writers import read_lines
 from turnwise.utils.files import make_private, open_regular, read_regular
+from turnwise.utils.values import problem
 
 LOCK = ".run.lock"
 """Lock file in a run folder. The run that writes there locks it, and writes its process into it."""
@@ -139,16 +140,15 @@ def check_records(config: TrainConfig, note: Callable[[str], None] | None = None
             note(f"{ignored} is ignored: {reason}")
     if list_checkpoints(folder / "checkpoints"):
         if not config.resume:
-            raise ConfigError(
-                f"config key 'resume' = {config.resume!r}: {folder} has checkpoints: choose another run_dir"
-            )
+            raise ConfigError(problem("resume", f"{folder} has checkpoints: choose another run_dir", config.resume))
         return
     if records := [name for name in RECORDS if _has_a_line(folder / name)]:
-        raise ConfigError(
-            f"config key 'run_dir' = {str(folder)!r}: {' and '.join(records)} hold the records of a run, and "
-            f"{folder / 'checkpoints'} has no checkpoint to resume from. Choose another run_dir, restore checkpoints "
-            "or move the records away (checkpoint.minutes saves during a run)"
+        why = (
+            f"{' and '.join(records)} hold the records of a run, and {folder / 'checkpoints'} has no checkpoint to "
+            "resume from. Choose another run_dir, restore checkpoints or move the records away (checkpoint.minutes "
+            "saves during a run)"
         )
+        raise ConfigError(problem("run_dir", why, str(folder)))
 
 
 def check_episode_types(config: TrainConfig, episodes: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Loads a configuration: parses overrides by the types of their keys, and checks that all keys fit together."""
+"""Loads a configuration: parses overrides by the types of their keys. Checks that keys, and parts of a trainer, fit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 
+from turnwise.arena import Arena
 from turnwise.arena.stages.registry import stage_problems
 from turnwise.credit import registry as credit_rules
-from turnwise.train.config.base import RunFacts, conflicts_of
+from turnwise.settings.section import RunFacts, TaskFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.policies import OptimizerConfig
-from turnwise.train.config.sampling import CreditConfig
+from turnwise.train.config.rewards import CreditConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import (
     ConfigError,
@@ -24,12 +25,17 @@ from turnwise.train.config.toml import (
     set_value,
     split_key,
 )
+from turnwise.train.eval.ablate import EvalSet
+from turnwise.train.health.guard import signal_problems
+from turnwise.train.league.build import matchmaker_problems
+from turnwise.train.learner.tinker.wire import unserved_loss
 from turnwise.train.terms.loss_types import find_loss
-from turnwise.train.terms.registry import loss_problems
-from turnwise.types import TaskCapabilities, capabilities_of
+from turnwise.train.terms.registry import loss_problems, terms_on
+from turnwise.types import ClientCapabilities, TaskCapabilities, capabilities_of
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
+from turnwise.utils.values import problem
 
 TaskTypes = Callable[[str], Any]
 """Maps the name of a task to its class, as ``turnwise.tasks.task_type`` does."""
@@ -63,6 +69,24 @@ def check_contradictions(config: TrainConfig) -> TrainConfig:
     return config
 
 
+def check_parts(
+    arena: Arena, policies: Collection[str], config: TrainConfig, validation: EvalSet | None = None
+) -> None:
+    """Raise ``ValueError`` unless ``arena`` and ``validation`` are what a trainer of ``policies`` needs."""
+    client = capabilities_of(arena.client, ClientCapabilities)
+    for actor in arena.actors.values():
+        if actor.policy not in {*policies, *client.fixed_policies}:
+            raise ValueError(f"actor {actor.id!r} plays with policy {actor.policy!r}; policies: {', '.join(policies)}")
+    if config.loop.max_staleness and client.shares_weights:
+        raise ValueError(
+            f"loop.max_staleness={config.loop.max_staleness}: expected a client with its own copy of the weights, "
+            "as sampling goes on while the trainer updates its modules. Make the client with share=False"
+        )
+    if config.eval.ablate and validation is not None and not validation.ablations:
+        why = "expected the validation set's ablations, as in EvalSet(requests, metric, ablations=...)"
+        raise ConfigError(problem("eval.ablate", why, True))
+
+
 def read_config(
     path: str | Path | None,
     overrides: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
@@ -87,10 +111,23 @@ def read_config(
     return parse_settings(data)
 
 
-def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any] = ()) -> list[str]:
-    """Return one line for each problem of keys that are valid alone but don't fit together.
+ASKED: tuple[Callable[[RunFacts], Iterable[str]], ...] = (
+    conflicts_of,
+    loss_problems,
+    stage_problems,
+    unserved_loss,
+    matchmaker_problems,
+    signal_problems,
+)
+"""The one list of what is asked about a run's settings: all sections, and the rooms that build what a key names."""
 
-    ``ranks`` processes train, and ``episodes`` are the task's.
+
+def contradictions(
+    config: TrainConfig, ranks: int = 1, task: TaskFacts | None = None, *, trains: bool = False
+) -> list[str]:
+    """Return one line for each problem of keys that are valid alone but don't fit together, or don't fit the ``task``.
+
+    ``ranks`` processes train. With ``trains`` also return what would stop the first step.
     """
     problems: list[str] = []
     for name in config.policies:
@@ -99,9 +136,9 @@ def contradictions(config: TrainConfig, ranks: int = 1, episodes: Collection[Any
         except ValidationError as error:
             at = ("policies", name, "optimizer")
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
-    grammars = any(getattr(episode, "samples_under_grammars", False) for episode in episodes)
-    run = RunFacts(config=config, ranks=ranks, grammars=grammars)
-    return [*problems, *conflicts_of(run), *loss_problems(run), *stage_problems(run)]
+    alone = any(term.trains_alone for term in terms_on(config.loss)) or bool(config.teachers())
+    run = RunFacts(config=config, ranks=ranks, task=task, trains=trains, trains_alone=alone)
+    return list(dict.fromkeys([*problems, *(line for ask in ASKED for line in ask(run))]))
 
 
 # -- Expected values of keys -------------------------------------------------------------------------------------------
@@ -128,23 +165,23 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
     """Return the types of the options in the table at ``keys``, by name; ``None`` for a section."""
     # Each table of options belongs to a class: optimizer, task, credit rule or loss.
     task = str(data.get("task", TrainConfig().task))
-    if keys[:1] == ("policies",) and keys[2:] == ("optimizer",):
-        return option_types(OptimizerConfig)
     try:
-        if keys == ("task_options",) and task_type is not None:
-            return option_types(task_type(task).options_type)
-        if keys[:1] == ("tasks",) and len(keys) > 2:  # the tables of one task among several
-            one = data["tasks"].get(keys[1]) or {}
-            alone = {**one, "task": one.get("task", keys[1])}
-            inner = ("task_options",) if keys[2:] == ("options",) else keys[2:]
-            return _options_at(inner, alone, task_type) if inner[-1:] in (("options",), ("task_options",)) else None
-        if keys == ("credit", "options"):
-            rule = str(data["credit"].get("rule", CreditConfig().rule))
-            if rule == "task":
-                rule = capabilities_of(task_type and task_type(task), TaskCapabilities).credit_rule
-            return option_types(import_by_name(credit_rules, rule, "credit.rule"))
-        if keys == ("loss", "options"):
-            return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))
+        match keys:
+            case ("policies", _, "optimizer"):
+                return option_types(OptimizerConfig)
+            case ("task_options",) if task_type is not None:
+                return option_types(task_type(task).options_type)
+            case ("tasks", name, *inner, "options") if inner in ([], ["credit"]):  # of one task among several
+                one = data["tasks"].get(name) or {}
+                own = ("credit", "options") if inner else ("task_options",)
+                return _options_at(own, {**one, "task": one.get("task", name)}, task_type)
+            case ("credit", "options"):
+                rule = str(data["credit"].get("rule", CreditConfig().rule))
+                if rule == "task":
+                    rule = capabilities_of(task_type and task_type(task), TaskCapabilities).credit_rule
+                return option_types(import_by_name(credit_rules, rule, "credit.rule"))
+            case ("loss", "options"):
+                return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))
     except ValueError:  # unknown task, rule or loss: its builder reports it
         return {}
     return None
@@ -152,6 +189,9 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
 
 def _without_code(settings: Any) -> Any:
     """Return ``settings`` with an empty string for each ``module:Name`` that would have to be imported."""
-    if isinstance(settings, dict):
-        return {key: _without_code(value) for key, value in settings.items()}
-    return "" if isinstance(settings, str) and ":" in settings else settings
+    match settings:
+        case dict():
+            return {key: _without_code(value) for key, value in settings.items()}
+        case str() if ":" in settings:
+            return ""
+    return settings

@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, completions, model_calls, columns, training, capabilities, protocols.
+Read in this order: play, facts, completions, model_calls, columns, training, capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
@@ -29,6 +29,7 @@ from turnwise.types.columns import (
     TokenColumn,
 )
 from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
+from turnwise.types.facts import INFO_KEYS, META_KEYS, RequestFacts, RolloutFacts, StepFacts
 from turnwise.types.model_calls import (
     ContextLengthError,
     DeadEndError,
@@ -70,6 +71,8 @@ from turnwise.types.training import (
 __all__ = [
     "CHILD",
     "CHILD_ACTORS",
+    "INFO_KEYS",
+    "META_KEYS",
     "OK",
     "PAID_LATER",
     "PAID_OTHERS",
@@ -102,8 +105,10 @@ __all__ = [
     "PolicyVersions",
     "PooledClient",
     "RecoverableClient",
+    "RequestFacts",
     "RewardFunction",
     "Rollout",
+    "RolloutFacts",
     "RoutedClient",
     "RoutedExperts",
     "RowColumn",
@@ -111,6 +116,7 @@ __all__ = [
     "Sampling",
     "ScoringClient",
     "Step",
+    "StepFacts",
     "TaskCapabilities",
     "TokenColumn",
     "TokenizedClient",

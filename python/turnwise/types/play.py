@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.types.facts import RequestFacts, RolloutFacts, StepFacts, WithFacts
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
 from turnwise.utils.copies import deep_copy, own_copy
 
@@ -73,7 +74,7 @@ class Actor:
 
 
 @dataclass(slots=True)
-class Step:
+class Step(WithFacts):
     """One model call of an episode.
 
     ``turn`` counts rounds from 0: a new round begins when the next actor has already acted in this one. ``branch`` is
@@ -86,10 +87,15 @@ class Step:
     ``completion`` is what the model said outside of its ``thought``. A completion that ended ``in_thought``, as its
     limit cut it or the model never closed it, says nothing.
 
+    ``info`` is the episode's own, with the keys of :data:`~turnwise.types.INFO_KEYS`. ``facts`` is what turnwise notes.
+
     Example: ``Step("solver", turn=0, prompt=[{"role": "user", "content": "2 + 2 = ?"}], completion="4",
     prompt_token_ids=[1, 17, 9], completion_token_ids=[20, 2], completion_logprobs=[-0.1, -0.01],
     policy_versions=[(2, 7)], finish_reason="stop", policy="default")``
     """
+
+    _own = "info"
+    _facts = StepFacts
 
     actor_id: str | None
     turn: int
@@ -112,6 +118,7 @@ class Step:
     from_branch: tuple[int, int] | None = None
     thought: str = ""
     in_thought: bool = False
+    facts: StepFacts = field(default_factory=StepFacts)
 
     @property
     def completion_text(self) -> str:
@@ -120,14 +127,18 @@ class Step:
 
 
 @dataclass(slots=True)
-class Rollout:
+class Rollout(WithFacts):
     """The trace of one episode, every branch of a tree included.
 
     ``rewards`` holds one number per actor, from the rubric. ``metrics`` holds the rubric's unweighted values and the
-    tree's counts. ``error`` is the traceback of a failed episode, which never trains.
+    tree's counts. ``error`` is the traceback of a failed episode, which never trains. ``meta`` is a copy of the
+    request's, with the keys of :data:`~turnwise.types.META_KEYS`. ``facts`` is what turnwise notes.
 
     Example: ``Rollout(id="r-17", episode_type="sudoku", artifact={"puzzle": "1_3_..."}, rewards={"proposer": 1.25})``
     """
+
+    _own = "meta"
+    _facts = RolloutFacts
 
     id: str
     episode_type: str
@@ -139,6 +150,7 @@ class Rollout:
     seed: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    facts: RolloutFacts = field(default_factory=RolloutFacts)
 
     def rewards_of(self, step: Step) -> Mapping[str, float]:
         """Return the rewards by actor for ``step``.
@@ -151,7 +163,7 @@ class Rollout:
 
 
 @dataclass(slots=True)
-class EpisodeRequest:
+class EpisodeRequest(WithFacts):
     """An episode to run. Copies of one question share ``group_id``; ``timeout`` is in seconds.
 
     Nested episodes inherit lineage, seed, policy version and deadline. ``policies`` maps actors to policies that
@@ -159,6 +171,9 @@ class EpisodeRequest:
 
     Example: ``EpisodeRequest("sudoku", {"puzzle": "1_3_..."}, group_id="puzzle-5", seed=11)``
     """
+
+    _own = "meta"
+    _facts = RequestFacts
 
     episode_type: str
     artifact: Any
@@ -169,6 +184,7 @@ class EpisodeRequest:
     is_trainable: bool = True
     meta: dict[str, Any] = field(default_factory=dict)
     policies: Mapping[str, str] = field(default_factory=dict)
+    facts: RequestFacts = field(default_factory=RequestFacts)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from turnwise.types.columns import Column
+from turnwise.types.facts import StepFacts
 from turnwise.types.model_calls import FinishReason, PolicyVersions
 from turnwise.types.play import GenerateResult
 
@@ -51,6 +52,8 @@ class Sample:
     has_step_reward: bool = True
     info: Mapping[str, Any] = field(default_factory=dict)
     """The step's own ``info``."""
+    facts: StepFacts = field(default_factory=StepFacts, kw_only=True)
+    """The step's own ``facts``."""
     root_result: GenerateResult | None = field(default=None, repr=False, compare=False)
     """The result at the top of this call's tree of episodes."""
     columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)

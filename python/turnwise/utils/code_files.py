@@ -11,6 +11,8 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from turnwise.utils.values import problem
+
 _INSTALLED = tuple({os.path.realpath(path) for path in sysconfig.get_paths().values()})
 _OWN = os.path.realpath(Path(__file__).parents[1])
 
@@ -70,9 +72,7 @@ def import_recorded(module: str, recorded: str) -> None:
     try:
         importlib.import_module(module)
     except Exception as error:
-        raise ValueError(f"config key 'code.{module}' = {recorded!r}: {type(error).__name__}: {error}") from error
+        raise ValueError(problem(f"code.{module}", f"{type(error).__name__}: {error}", recorded)) from error
     if file_of(module) != file.resolve():
-        raise ValueError(
-            f"config key 'code.{module}' = {recorded!r}: this process has {module!r} from {file_of(module)}: expected "
-            "one of the two. Give the modules different names, or look at one run at a time"
-        )
+        why = f"this process has {module!r} from {file_of(module)}: expected one of the two. Give the modules different"
+        raise ValueError(problem(f"code.{module}", f"{why} names, or look at one run at a time", recorded))

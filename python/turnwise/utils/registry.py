@@ -20,11 +20,7 @@ from typing import Any
 from turnwise.utils.code_files import file_of, search_working_folder
 from turnwise.utils.files import parse_toml, read_regular
 from turnwise.utils.output import tell
-
-
-def problem(key: str, reason: str, value: Any = ...) -> str:
-    """Return the line ``config key 'loss.kl.coef' = 0.1: <reason>``, without the value if none is given."""
-    return f"config key {key!r}{'' if value is ... else f' = {value!r}'}: {reason}"
+from turnwise.utils.values import problem
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -45,21 +41,21 @@ def import_by_name(registry: Mapping[str, Any], name: str, key: str) -> Any:
     if ":" not in name:
         if name not in registry:
             near = did_you_mean(name, registry)
-            raise ValueError(f"config key {key!r} = {name!r}: unknown; {near} (or 'module:Name' for your own)")
+            raise ValueError(problem(key, f"unknown; {near} (or 'module:Name' for your own)", name))
         return registry[name]
     module_name, _, attribute = name.partition(":")
     if not (_is_dotted(module_name) and _is_dotted(attribute)):
-        raise ValueError(f"config key {key!r} = {name!r}: expected 'module:Name', for example 'my_rules:MyRule'")
+        raise ValueError(problem(key, "expected 'module:Name', for example 'my_rules:MyRule'", name))
     # Import the module, then look up the attribute part by part.
     search_working_folder()
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        raise ValueError(f"config key {key!r} = {name!r}: {type(error).__name__}: {error}") from error
+        raise ValueError(problem(key, f"{type(error).__name__}: {error}", name)) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [known for known in dir(found) if not known.startswith("_")]
-            raise ValueError(f"config key {key!r} = {name!r}: no {part!r} in it; {did_you_mean(part, names)}")
+            raise ValueError(problem(key, f"no {part!r} in it; {did_you_mean(part, names)}", name))
         found = getattr(found, part)
     return found
 
@@ -76,10 +72,8 @@ def import_class(registry: Mapping[str, Any], name: str, key: str, *, methods: I
     missing = needed if not isinstance(found, type) else [each for each in needed if not defines(found, each)]
     if missing:
         lacks = f"{missing[0]!r} is missing" if isinstance(found, type) else f"it is a {type(found).__name__}"
-        raise ValueError(
-            f"config key {key!r} = {name!r}: expected a class with {', '.join(needed)}, such as a subclass of {like}; "
-            f"{lacks}"
-        )
+        why = f"expected a class with {', '.join(needed)}, such as a subclass of {like}; {lacks}"
+        raise ValueError(problem(key, why, name))
     return found
 
 
@@ -156,16 +150,16 @@ def build_with_options(factory: Any, options: Mapping[str, Any], key: str) -> An
     ``key`` is the configuration key of ``options``. Raises ``ValueError`` that names it.
     """
     if not callable(factory):
-        raise ValueError(f"config key {key!r}: {factory!r} is neither a class nor a function")
+        raise ValueError(problem(key, f"{factory!r} is neither a class nor a function"))
     parameters = inspect.signature(factory).parameters.values()
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name[0] != "_"]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if not takes_any and (unknown := [name for name in options if name not in known]):
-        raise ValueError(f"unknown config key '{key}.{unknown[0]}'; {did_you_mean(unknown[0], known)}")
+        raise ValueError(f"unknown config key {f'{key}.{unknown[0]}'!r}; {did_you_mean(unknown[0], known)}")
     try:
         return factory(**options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"config key {key!r} = {dict(options)!r}: {error}") from error
+        raise ValueError(problem(key, error, dict(options))) from error
 
 
 def unwrapped(function: Any) -> Any:

@@ -1,9 +1,20 @@
-"""Checks of the plain values that users give: data of questions, and results of their functions."""
+"""Checks of the plain values that users give: data of questions, results of their functions, keys of a config."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
+
+
+def problem(key: str, reason: object, value: Any = ...) -> str:
+    """Return the line ``config key 'loss.kl.coef' = 0.1: <reason>``, without the value if none is given."""
+    return f"config key {key!r}{'' if value is ... else f' = {_as_toml(value)}'}: {reason}"
+
+
+def _as_toml(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def listed(values: Any, where: str) -> list[Any]:

@@ -194,7 +194,7 @@ class RemoteWorkers:
             error: Exception | None
             try:
                 self._follow()
-                error = self._lost() if self._pending else None
+                error = self._lost_error() if self._pending else None
             except Exception as failed:  # of the members or the client: waiting calls raise it
                 error = failed
             if error is not None:
@@ -220,7 +220,7 @@ class RemoteWorkers:
                 self._start(link.send_engines(engines))
         self.dispatch()
 
-    def _lost(self) -> WorkersLostError | None:
+    def _lost_error(self) -> WorkersLostError | None:
         """Return the error of calls that no worker can play, or ``None`` if one may still come."""
         links = list(self._links.values())
         if any(link.ready for link in links):

@@ -153,7 +153,7 @@ async def test_a_text_that_is_no_move_ends_the_play_and_costs(build, case, optio
         (rollout,) = await played(task, [request_of(task)], said(first, text))
         actor = task.game.actors[-1]
         assert rollout.rewards == rewards, text
-        assert "illegal_move" in rollout.steps[-1].info and rollout.extras["illegal"] == actor
+        assert rollout.steps[-1].facts.illegal_move is not None and rollout.extras["illegal"] == actor
         # A player made two moves, or each of two made one.
         assert rollout.metrics[f"legal/{actor}"] == (0.5 if len(rewards) == 1 else 0.0)
     assert "Illegal" not in capsys.readouterr().out
@@ -172,7 +172,7 @@ async def test_a_text_that_is_no_move_ends_the_play_and_costs(build, case, optio
 async def test_what_an_own_function_can_not_read_is_an_illegal_move(build, case, options, text, reward, said_of_it):
     task = build(case, **options)
     (rollout,) = await played(task, [request_of(task, 3)], said(text))
-    assert rollout.rewards == {"player": reward} and said_of_it in rollout.steps[0].info["illegal_move"]
+    assert rollout.rewards == {"player": reward} and said_of_it in rollout.steps[0].facts.illegal_move
 
 
 @pytest.mark.parametrize("case", [param(case) for case in (KUHN, FOUR, TEXT_KUHN, TEXT_TICTACTOE)])

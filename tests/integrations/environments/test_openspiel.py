@@ -10,7 +10,8 @@ import pytest
 from turnwise.arena import Arena, TreeSampler
 from turnwise.cli.run.tournament import play_tournament
 from turnwise.inference import ScriptedClient
-from turnwise.run.checks import dry_run, exploitability_of
+from turnwise.run.checks import dry_run
+from turnwise.run.parts import exploitability_of
 from turnwise.tasks import build_task, kuhn_poker
 from turnwise.tasks.two_player import sample_policy
 from turnwise.train.config.toml import ConfigError

@@ -18,7 +18,7 @@ from turnwise.arena import Arena
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import Reply
 from turnwise.integrations.gateway import AgentEpisode, Gateway
-from turnwise.integrations.gateway.server import GatewayServer
+from turnwise.integrations.gateway.service.server import GatewayServer
 from turnwise.types import Actor, EpisodeRequest, ModelRequest, Rollout, Sampling
 
 from ...chat.families import chat_tokenizer

@@ -17,7 +17,7 @@ import pytest
 from turnwise.arena import Arena, Rubric
 from turnwise.inference import ScriptedClient
 from turnwise.integrations.gateway import Gateway, ProcessEpisode
-from turnwise.integrations.gateway.server import GatewayServer
+from turnwise.integrations.gateway.service.server import GatewayServer
 from turnwise.types import Actor, EpisodeRequest, Sampling
 
 from .helpers import QUESTIONS, Model, call_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.integrations.gateway.server import GatewayServer
+from turnwise.integrations.gateway.service.server import GatewayServer
 
 
 @pytest.fixture

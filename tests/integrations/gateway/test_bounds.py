@@ -12,9 +12,11 @@ import openai
 import pytest
 
 from turnwise.chat.continuation import Conversations
-from turnwise.integrations.gateway import AgentEpisode, Gateway, server, session
-from turnwise.integrations.gateway.server import standing
-from turnwise.integrations.gateway.session import LONG
+from turnwise.integrations.gateway import AgentEpisode, Gateway
+from turnwise.integrations.gateway.service import reading
+from turnwise.integrations.gateway.service.standing import standing
+from turnwise.integrations.gateway.sessions import limits
+from turnwise.integrations.gateway.sessions.limits import LONG
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import openai_chat
 
@@ -179,8 +181,8 @@ def test_no_long_request_is_read_or_rendered_in_the_event_loop(monkeypatch, body
         return note
 
     monkeypatch.setattr(Conversations, "prompt", noted(Conversations.prompt))
-    for name in ("_parsed", "_attempt"):
-        monkeypatch.setattr(server, name, noted(getattr(server, name)))
+    for name in ("parse_body", "attempt_from"):
+        monkeypatch.setattr(reading, name, noted(getattr(reading, name)))
     monkeypatch.setattr(openai_chat, "parse", noted(openai_chat.parse))
 
     async def agent(seen, models):
@@ -280,7 +282,7 @@ def test_requests_count_while_they_arrive():
 
 
 def test_requests_under_way_are_bounded_also_those_that_repeat_one(monkeypatch):
-    monkeypatch.setattr(session, "LEAST_UNDER_WAY", 2)
+    monkeypatch.setattr(limits, "LEAST_UNDER_WAY", 2)
     script = Hanging()
 
     async def agent(seen, models):

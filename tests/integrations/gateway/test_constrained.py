@@ -14,7 +14,8 @@ import turnwise.chat.grammar as grammars
 from turnwise.arena import Arena
 from turnwise.credit import ConstantCredit
 from turnwise.inference import ScriptedClient, TransformersClient
-from turnwise.integrations.gateway import AgentEpisode, Gateway, server
+from turnwise.integrations.gateway import AgentEpisode, Gateway
+from turnwise.integrations.gateway.service import server
 from turnwise.run import clients
 from turnwise.tasks.tiny import build_model
 from turnwise.train import Policy, Trainer
@@ -207,4 +208,4 @@ def test_a_dead_end_that_shows_while_sampling_is_an_error_of_its_own(stream, mon
         assert [answer.status_code for answer in answers] == [400 if dead else 200 for dead in (*single, several)]
     trained = [step for step in result.rollout.steps if step.trainable]
     assert len(trained) == len(single) - sum(single)
-    assert all(step.turn == 6 and step.info["lost"] for step in result.rollout.steps if not step.trainable)
+    assert all(step.turn == 6 and step.facts.lost for step in result.rollout.steps if not step.trainable)

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from turnwise.arena import Rubric
-from turnwise.arena.runtime.watch import MISHAPS
 from turnwise.integrations.gateway import Container, Gateway, ProcessEpisode
 from turnwise.integrations.gateway.process.container import FOLDER
 from turnwise.integrations.gateway.process.episode import OUTPUT_BYTES
@@ -281,7 +280,7 @@ def test_an_agent_that_meets_a_limit_of_its_container_is_scored(tmp_path, monkey
     rubric, options = Rubric([lambda extras: float(extras["failure"] == "")]), {"collect": [], "timeout": 30.0}
     rollout = play_contained(tmp_path, BEYOND[kind][0], container={"tool": "bwrap", **SMALL}, rubric=rubric, **options)
     assert rollout.error is None, rollout.error
-    assert rollout.rewards == {"solver": 0.0} and rollout.meta[MISHAPS] == {"episodes/agent_killed": 1}
+    assert rollout.rewards == {"solver": 0.0} and rollout.facts.mishaps == {"episodes/agent_killed": 1}
 
 
 @needs_bubblewrap

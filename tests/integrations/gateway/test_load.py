@@ -52,7 +52,7 @@ def test_many_sessions_at_once_leave_nothing_behind(count, monkeypatch):
 
     def noted(self, *arguments):
         begun(self, *arguments)
-        kept.add(self.seats["solver"].chats)
+        kept.add(self.endpoints["solver"].chats)
 
     monkeypatch.setattr(GatewaySession, "__init__", noted)
     agents = Agents(calls=3)

@@ -8,8 +8,9 @@ import aiohttp
 import pytest
 
 from turnwise.arena.runtime import watch
+from turnwise.arena.stages.mixed_prompts import mixed_prompts
 from turnwise.credit import ATGRPOCredit
-from turnwise.samples.collect import collect_samples, mixed_prompts
+from turnwise.samples.collect import collect_samples
 from turnwise.types import Actor, Sampling
 
 from .helpers import ADD, LOGPROBS, USER, call_of, play
@@ -77,13 +78,13 @@ def test_calls_of_one_turn_have_their_own_seeds(wire, name):
     turns = TURNS[name]
     calls = [{} if turn is None else {"metadata": {"turn": str(turn)}} for turn in turns]
     played = asked(wire, ["4"], *calls)
-    seeds = [step.info["seed"] for step in played.steps]
+    seeds = [step.facts.seed for step in played.steps]
     assert [step.turn for step in played.steps] == [place if turn is None else turn for place, turn in enumerate(turns)]
     assert len(set(seeds)) == len(turns)
-    counted = [step.info["seed"] for step in asked(wire, ["4"], *[{}] * 4).steps]
-    firsts = {step.turn: step.info["seed"] for step in reversed(played.steps)}
+    counted = [step.facts.seed for step in asked(wire, ["4"], *[{}] * 4).steps]
+    firsts = {step.turn: step.facts.seed for step in reversed(played.steps)}
     assert firsts == {turn: counted[turn] for turn in firsts}
-    assert [step.info["seed"] for step in asked(wire, ["4"], *calls).steps] == seeds
+    assert [step.facts.seed for step in asked(wire, ["4"], *calls).steps] == seeds
 
 
 def test_raw_chunks_come_in_order():
@@ -129,7 +130,7 @@ def test_malformed_call_stays_text_and_is_warned_of(monkeypatch):
         message = answer.choices[0].message
         assert message.tool_calls is None and text in message.content, status
         assert answer.choices[0].finish_reason == "stop"
-        assert step.info["tool_calls"] == [status]
+        assert step.facts.tool_calls == [status]
         assert played.metrics[f"gateway/tool_calls/{status}/solver"] == 1
     assert played.metrics["gateway/tool_calls/malformed/solver"] == 5
 
@@ -199,7 +200,7 @@ def test_evaluations_and_gateways_that_allow_it_take_the_agents_sampling():
     [request] = asked(Chat, ["4"], {"temperature": 0.3, "top_p": 0.5}, sampling="agent").client.calls
     assert (request.sampling.temperature, request.sampling.top_p) == (0.3, 0.5)
     greedy = asked(Chat, ["4"], GREEDY, sampling="agent").steps
-    assert [(step.trainable, step.info["greedy"]) for step in greedy] == [(False, True)] * 2
+    assert [(step.trainable, step.facts.greedy) for step in greedy] == [(False, True)] * 2
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

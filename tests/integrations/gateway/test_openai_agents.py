@@ -81,7 +81,7 @@ def test_hand_off_and_tool(family, api, streamed):
     assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == [4, 7]
     turns = [("triage", 0), ("solver", 0), ("solver", 1), ("solver", 2)]
     assert [(step.actor_id, step.turn) for step in played.steps] == turns
-    assert [step.info.get("tool_calls") for step in played.steps] == [["ok"], ["ok"], ["ok"], None]
+    assert [step.facts.tool_calls for step in played.steps] == [["ok"], ["ok"], ["ok"], None]
     assert played.rewards == {"triage": 0.5, "solver": 1.0}
     assert played.metrics["gateway/extended_rows/solver"] == 2
     usage = result.context_wrapper.usage

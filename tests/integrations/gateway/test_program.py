@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from turnwise.arena import Rubric
-from turnwise.arena.runtime.watch import MISHAPS
 from turnwise.inference.scripted import Reply
 from turnwise.integrations.gateway import Gateway, ProcessEpisode
 from turnwise.integrations.gateway.process.program import FILE_BYTES, check_arguments, collect, render
@@ -117,7 +116,7 @@ def test_an_agent_that_fails_after_a_call_is_scored_by_what_it_left(tmp_path, en
     assert rollout.error is None, rollout.error
     assert rollout.rewards == {"solver": float(answer == "4")} and len(rollout.steps) == 1
     assert extras["failure"] == failure and extras["output"].strip() == "done"
-    assert rollout.meta[MISHAPS] == {f"episodes/agent_{cause}": 1}
+    assert rollout.facts.mishaps == {f"episodes/agent_{cause}": 1}
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "import time; time.sleep(60)"], ids=["code", "sleep"])

@@ -202,7 +202,7 @@ def test_a_retry_among_equal_requests_takes_no_other_answer(wire, name):
     played = play(agent, script)
     requests = 4 - len(leave) + len(follow)
     assert len(set(played.seen)) == requests == len(played.steps)
-    assert len({step.info["seed"] for step in played.steps}) == requests
+    assert len({step.facts.seed for step in played.steps}) == requests
     assert len({step.turn for step in played.steps}) == requests
     assert played.metrics.get("gateway/retries_unmatched/solver", 0) == (name in UNMATCHED)
 

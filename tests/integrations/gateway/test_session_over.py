@@ -144,7 +144,7 @@ def test_failure_of_the_model_is_told_once_and_fails_the_episode(wire, retries, 
 @pytest.mark.parametrize("fails", [False, True])
 def test_streams_that_wait_for_their_answer(wire, fails, monkeypatch):
     """Comments keep the connection open; the SDKs skip them, and get an error that comes after them."""
-    monkeypatch.setattr("turnwise.integrations.gateway.server.KEEP_ALIVE", 0.02)
+    monkeypatch.setattr("turnwise.integrations.gateway.service.server.KEEP_ALIVE", 0.02)
 
     async def slow(request):
         await asyncio.sleep(0.1)
@@ -165,7 +165,7 @@ def test_streams_that_wait_for_their_answer(wire, fails, monkeypatch):
 
 
 def test_a_stream_that_waits_begins_with_comments(monkeypatch):
-    monkeypatch.setattr("turnwise.integrations.gateway.server.KEEP_ALIVE", 0.02)
+    monkeypatch.setattr("turnwise.integrations.gateway.service.server.KEEP_ALIVE", 0.02)
 
     async def slow(request):
         return await asyncio.sleep(0.1, "4")

@@ -17,7 +17,7 @@ import pytest
 from turnwise.cli import main as cli
 from turnwise.inference.common.http import key_file, read_key
 from turnwise.integrations.gateway import AgentEpisode, Gateway
-from turnwise.integrations.gateway.server import standing
+from turnwise.integrations.gateway.service.standing import standing
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.run.build import train_from_config
 from turnwise.types import Actor, Sampling

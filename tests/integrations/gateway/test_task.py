@@ -124,7 +124,7 @@ def test_the_table_of_the_config(module: str) -> None:
     assert task.gateway.settings.max_calls == 3
     assert "hierarchy" in dry_run(config), "each actor gets one advantage per attempt"
     with pytest.raises(ConfigError, match="config section 'gateway': has no effect on task 'sudoku'"):
-        task_of(config_from_dict({"task": "sudoku", "gateway": {"max_calls": 3}}))
+        dry_run(config_from_dict({"task": "sudoku", "gateway": {"max_calls": 3}}))
 
 
 class Elsewhere(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.chat.messages import ChatError
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from turnwise.integrations.gateway.wire.ask import Earlier, WireError
+from turnwise.integrations.gateway.wire.request import Earlier, WireError
 
 from .helpers import ADD
 

@@ -110,7 +110,7 @@ def test_tools_over_several_rounds_extend_the_sampled_tokens(wire, family, strea
     check_extended(played)
     assert "Be brief." in played.text(played.steps[0].prompt_token_ids)
     assert [step.turn for step in played.steps] == [0, 1, 2]
-    assert [step.info.get("tool_calls") for step in played.steps] == [["ok"], ["ok", "ok"], None]
+    assert [step.facts.tool_calls for step in played.steps] == [["ok"], ["ok", "ok"], None]
     assert played.metrics["gateway/extended_rows/solver"] == 2
     assert played.metrics["gateway/rewritten_rows/solver"] == 0
     assert played.metrics["gateway/tool_calls/ok/solver"] == 3
@@ -236,7 +236,7 @@ def test_calls_after_the_first_stay_in_the_tokens_that_the_next_prompt_extends(w
     calls = [call_of("add", f'{{"a": {n}, "b": 1}}') for n in (1, 2, 3)]
     broken = "<tool_call>\n{add}\n</tool_call>"
     played = play(agent, ["\n".join([calls[0], broken.replace("add", "x"), *calls[1:]]), "2"], family=family)
-    assert played.steps[0].info["tool_calls"] == ["ok", "invalid_json", "extra", "extra"]
+    assert played.steps[0].facts.tool_calls == ["ok", "invalid_json", "extra", "extra"]
     assert "{x}" in played.seen[0], "the agent sees a call that can't be read"
     check_extended(played)
 

@@ -25,7 +25,7 @@ def check_rows(results, episodes):
         steps = result.rollout.steps
         seen = 0
         for trace in episode.traces:
-            own = [step for step in steps if step.info["trace"] == trace.id]
+            own = [step for step in steps if step.facts.trace == trace.id]
             rows = [(s.prompt_token_ids, s.completion_token_ids, s.completion_logprobs) for s in own]
             assert [tuple(map(list, row)) for row in rows] == rows_of(trace)
             assert all(step.actor_id == trace.agent.name for step in own)
@@ -71,7 +71,7 @@ async def test_tools_of_a_server_are_called_and_their_results_are_prompt():
     assert result.rollout.rewards == {"agent": trace.reward} == {"agent": 1.3}
     first, second = result.rollout.steps
     check_rows(results, [episode])
-    assert first.info["tool_calls"] == ["ok"]
+    assert first.facts.tool_calls == ["ok"]
     # The second prompt goes on from the sampled tokens, and the tool's result is a part of it.
     seen = [*first.prompt_token_ids, *first.completion_token_ids]
     assert second.prompt_token_ids[: len(seen)] == seen
@@ -142,7 +142,7 @@ async def test_attempts_run_at_once_and_keep_their_own_traces():
     assert len(episodes) == 6
     for result in results:
         for step in result.rollout.steps:
-            assert by_trace[step.info["trace"]].agent.name == step.actor_id
+            assert by_trace[step.facts.trace].agent.name == step.actor_id
 
 
 async def test_a_limit_of_turns_ends_the_run_and_it_is_scored():

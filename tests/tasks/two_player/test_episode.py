@@ -47,7 +47,7 @@ async def test_no_seat_is_shown_what_is_the_others_and_nobody_trains_on_it(table
         batch = await seat.arena.step()
         assert len(batch) == sum(len(result.rollout.steps) for result in seat.arena.last_results)
         await seat.play(task.eval_requests("eval", 20))
-    marked = [step.info.get("private") for result in seat.arena.last_results for step in result.rollout.steps]
+    marked = [step.facts.private for result in seat.arena.last_results for step in result.rollout.steps]
     assert all(marked) or name == "tic_tac_toe", "what only one seat may know is marked in its prompts"
 
 

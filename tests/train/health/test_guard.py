@@ -8,7 +8,6 @@ from turnwise.run.build import build_run
 from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.health.signals import Sums
-from turnwise.train.league.league import MARK
 from turnwise.train.validate import config_from_dict
 
 from ...trained import equal, kuhn, lines_of, notes_of, rows_of, weights_of
@@ -82,7 +81,7 @@ def test_a_resumed_run_equals_one_left_alone(make_run):
     first, second = (run.trainer.callbacks["league"] for run in (whole, parts))
     assert first.seating.state_dict() == second.seating.state_dict()
     assert [member.step for member in first.pool.members] == [2, 4], "every 2 steps, and two stay"
-    assert any(MARK in row["meta"] for row in rows_of(whole.config.run_dir, "rollouts.jsonl"))
+    assert any("league" in row["meta"] for row in rows_of(whole.config.run_dir, "rollouts.jsonl"))
 
 
 @pytest.mark.parametrize(

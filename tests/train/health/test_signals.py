@@ -15,16 +15,16 @@ def step(actor, ids, *, logprobs=None, trainable=True):
     return Step(actor, 0, [], "", [1], list(ids), logprobs, [(len(ids), 0)], "stop", trainable=trainable)
 
 
-def game(*steps, rewards=(1.0, -1.0), metrics=(), meta=(), error=None):
+def game(*steps, rewards=(1.0, -1.0), metrics=(), policies=(), error=None):
     rollout = Rollout("r", "game", None, list(steps), dict(zip(SEATS, rewards, strict=True)), error=error)
-    rollout.metrics, rollout.meta = dict(metrics), dict(meta)
+    rollout.metrics, rollout.facts.policies = dict(metrics), dict(policies)
     return GenerateResult(rollout)
 
 
 def test_what_each_signal_measures():
     signal = SeatSkew(seats=SEATS)
     won, lost, drawn = game(), game(rewards=(-1.0, 1.0)), game(rewards=(0.0, 0.0))
-    past = game(meta={"policies": {"y": "default@past0"}})
+    past = game(policies={"y": "default@past0"})
     assert signal.measure([won, won, lost, drawn, past, game(error="failed")]) == {"x": Sums(4, 2.5)}
     assert SeatSkew(seats=()).measure([won]) == {} and signal.measure([past]) == {}
     fair = [math.log(0.5)] * 2

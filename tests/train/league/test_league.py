@@ -14,7 +14,6 @@ from turnwise.run.checks import dry_run
 from turnwise.tasks.two_player import SEATS
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.league.league import (
-    MARK,
     MATCHMAKERS,
     LatestMatchmaker,
     League,
@@ -48,7 +47,7 @@ def league_of(run) -> League:
 
 
 def marked(results):
-    return [result for result in results if MARK in result.rollout.meta]
+    return [result for result in results if result.rollout.facts.league is not None]
 
 
 def test_the_past_plays_with_the_weights_that_it_had_and_none_of_its_tokens_trains(make_run):
@@ -67,7 +66,7 @@ def test_the_past_plays_with_the_weights_that_it_had_and_none_of_its_tokens_trai
         assert len(marked(results)) == 8 == len(results)
         live, past = [], []
         for result in results:
-            seat, member = result.rollout.meta[MARK]["seat"], result.rollout.meta[MARK]["member"]
+            seat, member = result.rollout.facts.league["seat"], result.rollout.facts.league["member"]
             live += [step for step in result.rollout.steps if step.actor_id == seat]
             past += [(member, step) for step in result.rollout.steps if step.actor_id != seat]
         assert past and all(step.policy.startswith("default@past") and not step.trainable for _, step in past)
@@ -98,15 +97,15 @@ def test_matches_are_paired_and_seats_swapped(make_run):
     assert len(results) == 24 and len(marked(results)) == 12 and not marked(results[:12])
     matches = defaultdict(list)
     for result in marked(results):
-        matches[result.rollout.meta[MARK]["match"]].append(result)
+        matches[result.rollout.facts.league["match"]].append(result)
     assert len(matches) == 6
     for pair in matches.values():
-        assert [result.rollout.meta[MARK]["seat"] for result in pair] == list(SEATS)
+        assert [result.rollout.facts.league["seat"] for result in pair] == list(SEATS)
         assert pair[0].rollout.artifact == pair[1].rollout.artifact and pair[0].group_id == pair[1].group_id
-        assert pair[0].rollout.meta[MARK]["member"] == pair[1].rollout.meta[MARK]["member"]
+        assert pair[0].rollout.facts.league["member"] == pair[1].rollout.facts.league["member"]
     record = league_of(run).payoffs.between("live", "step 0")
     assert (record.matches, record.games) == (6, 12)
-    payoffs = [result.rollout.rewards[result.rollout.meta[MARK]["seat"]] for result in marked(results)]
+    payoffs = [result.rollout.rewards[result.rollout.facts.league["seat"]] for result in marked(results)]
     assert record.mean_payoff() == pytest.approx(np.mean(payoffs))
     assert record.wins == sum(payoff > 0 for payoff in payoffs)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-BATCH = Path(__file__).with_name("test_sharded.py")
+BATCH = Path(__file__).with_name("sharded_ranks.py")
 SHAPE = {  # that of SmolLM2-135M, with turnwise's small vocabulary
     "hidden_size": 576, "num_hidden_layers": 28, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
     "intermediate_size": 1536,
@@ -30,7 +30,7 @@ def work(folder: Path) -> None:
     """Make one step as one process, or as a rank."""
     torch.set_num_threads(1)
     bare = peak()
-    from test_sharded import make_batch
+    from sharded_ranks import make_batch
 
     from turnwise.run.ranks import join_ranks, leave_ranks, shard
     from turnwise.train.learner.local import LocalLearner

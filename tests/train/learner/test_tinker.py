@@ -20,12 +20,13 @@ import torch
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.checkpoint.checkpoint import load_checkpoint
 from turnwise.train.checkpoint.files import CheckpointError, CheckpointMismatch
+from turnwise.train.config.cluster import SERVERS
 from turnwise.train.config.policies import LoraConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.learner.tinker.learner import TinkerLearner
 from turnwise.train.learner.tinker.remote import Passed, RemotePolicy
-from turnwise.train.learner.tinker.wire import SERVERS, ServerLoss, WireRow, wire_rows
+from turnwise.train.learner.tinker.wire import ServerLoss, WireRow, wire_rows
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import pack
 from turnwise.train.model.policy import Policy
@@ -33,8 +34,8 @@ from turnwise.train.terms.registry import Terms
 from turnwise.train.terms.term import Part
 from turnwise.types import TrainingBatch
 
-from .test_sharded import make_batch as siblings
-from .test_sharded import make_lm
+from .sharded_ranks import make_batch as siblings
+from .sharded_ranks import make_lm
 
 NAMES = ("solver", "reviser")
 UPDATE = {"lr": 3e-3, "schedule": "linear", "min_lr_ratio": 0.1, "warmup": 1, "ppo_epochs": 2, "num_minibatches": 2}

@@ -16,7 +16,7 @@ import copy
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from turnwise.arena.recording.lossless_json import encode
@@ -147,7 +147,7 @@ class EpisodeRecorder:
         }
         return {
             "format": FORMAT,
-            "request": {field.name: encode(getattr(self.request, field.name)) for field in fields(self.request)},
+            "request": {name: encode(value) for name, value in self.request.recorded().items()},
             "seed": self.seed,
             "arena": self.arena,
             "events": [_event_to_json(kind, thing, indices) for kind, thing in self.events],
@@ -263,7 +263,7 @@ def _call_to_json(call: ModelCall, places: Mapping[int, list[Any]]) -> dict[str,
         said["error"] = list(call.error)
     if call.step is not None and id(call.step) in places:
         return {"step": places[id(call.step)], **said}
-    return {"call": encode(call.step or empty_step(call)), **said}
+    return {"call": encode((call.step or empty_step(call)).recorded()), **said}
 
 
 def empty_step(call: ModelCall) -> Step:

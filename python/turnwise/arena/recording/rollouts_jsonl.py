@@ -15,6 +15,7 @@ from turnwise.arena.runtime.hashing import content_digest
 from turnwise.state import StateDict, StateList, to_python
 from turnwise.state.codec import CodecError
 from turnwise.types import EpisodeRequest, GenerateResult, RoutedExperts, Step
+from turnwise.types.facts import WithFacts
 from turnwise.utils.output import text_of
 
 DEEPEST = 200
@@ -82,6 +83,8 @@ def _contents(value: Any, above: tuple[int, ...]) -> Any:
         return {text_of(key): jsonable(item, above) for key, item in kept.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(item, above) for item in value]
+    if isinstance(value, WithFacts):
+        return {name: jsonable(item, above) for name, item in value.recorded().items()}
     return {field.name: jsonable(getattr(value, field.name), above) for field in fields(value)}
 
 
@@ -138,7 +141,8 @@ class EpisodeRecord:
         self.readings: dict[str, Mapping[str, Any]] = {}
         self.draws: dict[str, float | None] = {}
         try:
-            self.request = EpisodeRequest(**{name: self.decode(value) for name, value in recording["request"].items()})
+            request = {name: self.decode(value) for name, value in recording["request"].items()}
+            self.request = EpisodeRequest.of_record(request)
             self._take(recording["events"])
         except CodecError as error:
             raise RecordError(f"episode {row['id']!r} can't be played again: {error}{_way_out(error)}") from error
@@ -164,14 +168,19 @@ class EpisodeRecord:
         if "step" in said:
             rollout, index = said["step"]
             return RecordedCall(number, steps[rollout][index], error, said.get("text_only", False), seen=True)
-        step = self.decode(said["call"])
-        plain = {field.name: getattr(step, field.name) for field in fields(Step)}
-        return RecordedCall(number, plain, error, said.get("text_only", False), seen=False)
+        call = said["call"]
+        if "$dataclass" in call:  # an older record: its step has no facts beside its info
+            kind, parts = call["$dataclass"]
+            call = {"$dataclass": [kind, {**parts, "facts": None}]}
+        step = self.decode(call)
+        if isinstance(step, Step):
+            step = {field.name: getattr(step, field.name) for field in fields(Step) if field.name != "facts"}
+        return RecordedCall(number, step, error, said.get("text_only", False), seen=False)
 
     @property
     def versions(self) -> dict[str, int]:
         """Versions of the policies when the episode began."""
-        return dict(self.row["meta"]["policy_versions"])
+        return dict(self.row["meta"].get("policy_versions", {}))
 
 
 def nodes_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

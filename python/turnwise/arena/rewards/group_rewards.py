@@ -63,7 +63,7 @@ def scored_groups(
     for index, head in enumerate(results):
         for result in with_continuations(head):
             rollout = result.rollout
-            played = rollout.error is None and "dropped" not in rollout.meta and rollout.meta.get("ended") != INVALID
+            played = rollout.error is None and rollout.facts.dropped is None and rollout.meta.get("ended") != INVALID
             if played and arena.episodes[rollout.episode_type].rubric.is_grouped:
                 groups.setdefault((rollout.episode_type, result.group_id), []).append((index, result))
     return groups
@@ -111,7 +111,7 @@ def recorded_calls(recorder: EpisodeRecorder) -> dict[str, Any]:
     ``{"read", "of", "value", "error"}``. ``"sampled_tokens"`` does not count cached answers.
     """
     calls = [thing for kind, thing in recorder.events if kind == ASK and isinstance(thing, ModelCall)]
-    sampled = [call.step.completion_token_ids for call in calls if call.step and "cached" not in call.step.info]
+    sampled = [call.step.completion_token_ids for call in calls if call.step and not call.step.facts.cached]
     asked = [_plain(thing) for kind, thing in recorder.events if kind in (ASK, READ)]
     return {"sampled_tokens": sum(map(len, sampled)), **({"asked": asked} if asked else {})}
 
@@ -147,5 +147,5 @@ def apply_group_scores(result: GenerateResult, said: Mapping[str, Any]) -> None:
         rollout.error = said["error"]
         fail_children(result)
     else:
-        rollout.meta["dropped"], result.is_trainable = said["dropped"], False
+        rollout.facts.dropped, result.is_trainable = said["dropped"], False
         inherit_rewards(result)

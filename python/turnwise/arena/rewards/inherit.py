@@ -20,7 +20,7 @@ def inherit_rewards(attempt: GenerateResult) -> None:
 
 
 def _pass_on(attempt: GenerateResult, node: GenerateResult, reward_of: Callable[[str], float | None]) -> None:
-    dropped = attempt.rollout.meta.get("dropped")
+    dropped = attempt.rollout.facts.dropped
     for child in children_of(node):
         rollout, actor = child.rollout, child.rollout.meta[CHILD]["actor"]
         if rollout.error is not None:
@@ -46,7 +46,7 @@ def _pass_on(attempt: GenerateResult, node: GenerateResult, reward_of: Callable[
 
 def _drop(child: GenerateResult, reason: str) -> None:
     """Drop a child, and those below it that take its reward."""
-    child.rollout.meta["dropped"], child.is_trainable, child.rollout.rewards = reason, False, {}
+    child.rollout.facts.dropped, child.is_trainable, child.rollout.rewards = reason, False, {}
     for below in children_of(child):
         if below.rollout.error is None and below.rollout.meta[CHILD]["inherits"]:
             _drop(below, reason)

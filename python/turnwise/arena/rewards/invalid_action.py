@@ -13,8 +13,7 @@ from turnwise.arena.rewards.token_rewards import set_reward
 from turnwise.types import EpisodeState, Rollout, Step
 
 CONTEXT = "context"
-"""Value of ``meta["ended"]`` if the next prompt left no room in the context. Also the key of ``step.info`` for the
-reason, if the results of an answer's tools left no room."""
+"""Value of ``meta["ended"]`` if the next prompt left no room in the context."""
 
 INVALID = "invalid_action"
 """Key of ``step.info`` for the reason why a completion is invalid, and value of ``meta["ended"]`` for such an end."""
@@ -79,9 +78,9 @@ def failed_step(state: EpisodeState) -> Step | None:
 def outgrown_step(state: EpisodeState) -> Step | None:
     """Return the last action if its tools' results outgrew the context in ``state``, else ``None``."""
     for step in reversed(state.trajectory):
-        if CONTEXT in step.info:
+        if step.facts.context is not None:
             return step
-        if "env_response" in step.info:  # an action; behind it are calls that hooks made
+        if step.facts.env_response is not None:  # an action; behind it are calls that hooks made
             break
     return None
 
@@ -96,7 +95,7 @@ def leave_out_unpaid(rollout: Rollout) -> None:
         ends_of_step = {end.get("ended") for end in led_to}
         if step.trainable and not paid and ends_of_step and ends_of_step <= {INVALID, CONTEXT}:
             step.trainable = False
-            step.info["error"] = (
+            step.facts.error = (
                 "the next prompt left no room in the context, which ended the episode before this was rewarded"
                 if CONTEXT in ends_of_step
                 else "another actor's text was no action, which ended the episode"

@@ -41,8 +41,16 @@ def finalize_steps(state: EpisodeState, rollout: Rollout, children: Sequence[Gen
 
 def scratch_rollout(rollout: Rollout, steps: Sequence[Step], state: EpisodeState) -> Rollout:
     """Return a rollout of ``steps`` up to ``state``, which may be written to without effect on ``rollout``."""
-    meta = dict(rollout.meta)
-    return replace(rollout, artifact=state.artifact, steps=list(steps), rewards={}, extras={}, metrics={}, meta=meta)
+    return replace(
+        rollout,
+        artifact=state.artifact,
+        steps=list(steps),
+        rewards={},
+        extras={},
+        metrics={},
+        meta=dict(rollout.meta),
+        facts=replace(rollout.facts),
+    )
 
 
 async def score_leaf(
@@ -80,7 +88,7 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
     a step.
     """
     # Give each end its own context and a rollout of the steps that led to it.
-    rollout, ends, own = context.rollout, context.ends, context.rollout.meta["own_end"]
+    rollout, ends, own = context.rollout, context.ends, context.rollout.facts.own_end
     indices = {id(step): index for index, step in enumerate(rollout.steps)}
     scopes = []
     for number, end in enumerate(ends):
@@ -130,13 +138,13 @@ async def score_leaves(episode: ScoredEpisode, arena: ArenaForHooks, context: Ep
         led_to = [rollout.meta["ends"][number]["dropped"] for number in step.info.get("ends", ())]
         if led_to and None not in led_to:
             step.trainable = False
-            step.info["error"] = f"the rubric dropped it: {led_to[0]}"
-    return Score(*reward_summary(rollout.meta))
+            step.facts.error = f"the rubric dropped it: {led_to[0]}"
+    return Score(*reward_summary(rollout))
 
 
-def reward_summary(meta: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float], str | None]:
+def reward_summary(rollout: Rollout) -> tuple[dict[str, float], dict[str, float], str | None]:
     """Return rewards, metrics and drop reason of a rollout with several ends: those of its own end, else means."""
-    ends, own = meta["ends"], meta["own_end"]
+    ends, own = rollout.meta["ends"], rollout.facts.own_end
     if own is not None:
         return dict(ends[own]["rewards"]), dict(ends[own]["metrics"]), ends[own]["dropped"]
     kept = [end for end in ends if end["dropped"] is None]

@@ -27,13 +27,6 @@ from turnwise.utils.registry import did_you_mean
 MixMode = Literal["weighted_sum", "convex"]
 TurnShaping = Literal["none", "ramp", "discount"]
 
-DIFFERENCE = "team_difference"
-"""Key of ``step.info``: the value of the team's answer after the action minus before it, without its weight."""
-UNSHAPED = "unshaped_reward"
-"""Key of ``step.info``: the part of the reward that turn shaping does not change, difference and cost."""
-TURN_FACTOR = "turn_factor"
-"""Key of ``step.info``: the factor of the turn, once it is applied."""
-
 WEIGHTS: dict[str, Callable[[float], tuple[float, float]]] = {
     "weighted_sum": lambda alpha: (alpha, 1.0),
     "convex": lambda alpha: (alpha, 1.0 - alpha),
@@ -122,7 +115,7 @@ class RewardMix:
         Raises ``TypeError`` or ``ValueError`` with a message that begins with ``where``.
         """
         if self.difference:
-            step.info[DIFFERENCE] = difference
+            step.facts.team_difference = difference
         if earned is None:
             return
         if is_by_token(earned) and not isinstance(earned, RewardParts):
@@ -138,7 +131,7 @@ class RewardMix:
         else:
             shaped = self.binary(check_reward(earned, where))
         if left and self.turn_shaping != "none":
-            step.info[UNSHAPED] = left
+            step.facts.unshaped_reward = left
         set_reward(step, shaped + left, where)
 
 
@@ -163,11 +156,11 @@ def shape_turns(rollout: Rollout, mix: RewardMix, max_turns: int) -> None:
     last = max((step.turn for step in acted), default=0)
     for step in acted:
         reward = rollout.rewards_of(step).get(str(step.actor_id)) if step.reward is None else step.reward
-        if reward is None or not step.trainable or INVALID in step.info or TURN_FACTOR in step.info:
+        if reward is None or not step.trainable or INVALID in step.info or step.facts.turn_factor is not None:
             continue
         factor = TURN_FACTORS[mix.turn_shaping](mix, step.turn, last, max_turns)
-        left = step.info.get(UNSHAPED, 0.0)
-        step.info[TURN_FACTOR] = factor
+        left = step.facts.unshaped_reward or 0.0
+        step.facts.turn_factor = factor
         step.reward = factor * (reward - left) + left
         if TOKEN_REWARDS in step.info:
             step.info[TOKEN_REWARDS] = [factor * one for one in step.info[TOKEN_REWARDS]]
@@ -176,8 +169,8 @@ def shape_turns(rollout: Rollout, mix: RewardMix, max_turns: int) -> None:
 def add_differences(rewards: dict[str, float], steps: Iterable[Step], weight: float) -> None:
     """Add the weighted differences of ``steps``, a path through the episode, to their actors' ``rewards``."""
     for step in steps:
-        if weight and step.actor_id in rewards and DIFFERENCE in step.info:
-            rewards[step.actor_id] += weight * step.info[DIFFERENCE]
+        if weight and step.actor_id in rewards and step.facts.team_difference is not None:
+            rewards[step.actor_id] += weight * step.facts.team_difference
 
 
 def check_keys(reward: Mapping[str, Any]) -> dict[str, Any]:

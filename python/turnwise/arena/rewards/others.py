@@ -21,7 +21,7 @@ def pay_others(paths: Sequence[Sequence[Step]]) -> None:
     yet gets nothing.
     """
     owed: dict[int, list[float]] = {}
-    steps = {id(step): step for path in paths for step in path if "env_response" in step.info}
+    steps = {id(step): step for path in paths for step in path if step.facts.env_response is not None}
     for path in paths:
         amounts = {id(step): 0.0 for step in path if id(step) in steps}
         latest: dict[str, int] = {}
@@ -45,7 +45,7 @@ def pay_others(paths: Sequence[Sequence[Step]]) -> None:
             if ROUND in each.info and (each.actor_id, each.turn) == (step.actor_id, step.turn)
         ]
         step.info[PAID_LATER] = amount
-        note(step.info, "reward", "paid_by_others", step.reward, step.reward + amount)
+        note(step.facts, "reward", "paid_by_others", step.reward, step.reward + amount)
         step.reward += amount
         for each in same_turn:
             each.reward = step.reward

@@ -217,18 +217,13 @@ def is_stopped(task: asyncio.Future[Any]) -> bool:
     return task in _stopped
 
 
-async def gather_or_cancel(
-    coroutines: Iterable[Coroutine[Any, Any, T]], ended: Callable[[], None] | None = None
-) -> list[T]:
+async def gather_or_cancel(running: Iterable[Coroutine[Any, Any, T] | asyncio.Task[T]]) -> list[T]:
     """Run coroutines concurrently. The first exception, or a cancellation from outside, cancels the rest and is raised.
 
-    ``ended`` is called each time one of them ends, in any way. A coroutine that runs code of the user holds it in
+    A task among ``running`` counts as one of them. A coroutine that runs code of the user holds it in
     :func:`~turnwise.utils.signals.exits_as_errors`, since an exit would end the event loop.
     """
-    tasks = list(map(asyncio.create_task, coroutines))
-    if ended is not None:
-        for task in tasks:
-            task.add_done_callback(lambda task: ended())
+    tasks = list(map(asyncio.ensure_future, running))
     try:
         if tasks:  # unlike ``gather``, ``wait`` leaves it to ``stop`` to cancel them
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

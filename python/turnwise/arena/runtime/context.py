@@ -24,11 +24,12 @@ from turnwise.types import (
     ModelRequest,
     ModelResponse,
     Rollout,
+    RolloutFacts,
     Step,
 )
 from turnwise.utils.copies import own_copy
 
-_OF_ONE_ATTEMPT = ("dropped", "ended", "ends", "own_end", "playouts", CHILD_ACTORS)
+_OF_ONE_ATTEMPT = ("ended", "ends", CHILD_ACTORS)
 """Keys of ``rollout.meta`` that belong to one attempt. A retry starts without them."""
 
 
@@ -179,15 +180,19 @@ class EpisodeContext:
         old = self.rollout
         nested = (node for child in (*self.children, *self.unselected_children) for node in child.walk())
         steps = [*self.steps, *(step for node in nested for step in node.rollout.steps)]
-        lost = sum(len(step.completion_token_ids) for step in steps if step and "cached" not in step.info)
+        lost = sum(len(step.completion_token_ids) for step in steps if step and not step.facts.cached)
         lost += int(old.metrics.get("tree/playout_tokens", 0))
         meta = {key: value for key, value in old.meta.items() if key not in _OF_ONE_ATTEMPT}
-        meta |= {"attempt": attempt, "lost_tokens": meta.get("lost_tokens", 0) + lost}
+        lost += old.facts.lost_tokens
+        facts = replace(
+            old.facts, attempt=attempt, lost_tokens=lost, dropped=None, own_end=None, playouts=None, ledger=None
+        )
         fresh = self.branch("", EpisodeState())
         fresh.scope = ""
         fresh.record_key = "" if self.recorder is None else self.recorder.unique_key(f"{self.record_key}~")
         fresh.private = PrivateTexts() if self.parent_private is None else self.parent_private.copy()
-        fresh.rollout = Rollout(old.id, old.episode_type, old.artifact, seed=derive_seed(old.seed, "retry"), meta=meta)
+        seed = derive_seed(old.seed, "retry")
+        fresh.rollout = Rollout(old.id, old.episode_type, old.artifact, seed=seed, meta=meta, facts=facts)
         fresh.lazy_rng = LazyRandom(derive_seed(fresh.rollout.seed, "environment"))
         return fresh
 
@@ -224,15 +229,19 @@ class EpisodeContext:
         if self.secrets:
             self.rollout.meta = self.without_secrets(self.rollout.meta)
             self.rollout.extras = self.without_secrets(self.rollout.extras)
+            self.rollout.facts = RolloutFacts(**self.without_secrets(self.rollout.facts.known()))
             for step in self.rollout.steps:
                 texts = {name: said for name, said in step.info.items() if isinstance(said, str)}
                 step.info.update(self.without_secrets(texts))
+                for name, said in step.facts.known().items():
+                    if isinstance(said, str):
+                        setattr(step.facts, name, self.without_secrets(said))
         return GenerateResult(
             self.rollout,
             children=self.children + self.unselected_children,
             continuation=list(self.continuations),
             # A rollout that its rubric dropped has no rewards, so it can't train.
-            is_trainable=self.is_trainable and "dropped" not in self.rollout.meta,
+            is_trainable=self.is_trainable and self.rollout.facts.dropped is None,
             group_id=self.group_id,
             parent_id=self.parent_id,
         )
@@ -268,7 +277,7 @@ class Beam:
 
     @property
     def last_action(self) -> Step | None:
-        return next((step for step in reversed(self.steps) if "env_response" in step.info), None)
+        return next((step for step in reversed(self.steps) if step.facts.env_response is not None), None)
 
 
 @dataclass(slots=True, eq=False)

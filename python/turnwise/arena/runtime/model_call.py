@@ -14,7 +14,17 @@ from turnwise.arena.runtime.watch import count
 from turnwise.chat import ChatFormat
 from turnwise.chat.messages import ROLES, Tool, plain_messages, well_formed_texts, with_system
 from turnwise.state import to_python
-from turnwise.types import Actor, ContextLengthError, Messages, ModelError, ModelRequest, ModelResponse, Sampling, Step
+from turnwise.types import (
+    Actor,
+    ContextLengthError,
+    Messages,
+    ModelError,
+    ModelRequest,
+    ModelResponse,
+    Sampling,
+    Step,
+    StepFacts,
+)
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -91,12 +101,12 @@ class PendingCall:
             recorded.step, recorded.request = step, None
         if self.index is not None:
             if texts := context.private.shown(actor_id, self.messages):
-                step.info["private"] = texts
+                step.facts.private = texts
             step.trainable = step.trainable and actor_id not in context.policies
             if step.in_thought:
                 count(ENDED_IN_THOUGHT)
             if trains and step.trainable and self.request.sampling.is_greedy:
-                step.trainable, step.info["greedy"] = False, True
+                step.trainable, step.facts.greedy = False, True
             if check_private:
                 if actor_id is not None:
                     context.private.add_thought(step.thought, actor_id, step.completion, self.messages)
@@ -264,7 +274,7 @@ def to_step(
     actor_id: str | None, turn: int, messages: Messages, request: ModelRequest, response: ModelResponse
 ) -> Step:
     """Return the record of one call. A judge (``actor_id=None``) and responses that arrived as text never train."""
-    parsed = response.parsed
+    parsed, sampling = response.parsed, request.sampling
     return Step(
         actor_id,
         turn=turn,
@@ -279,14 +289,14 @@ def to_step(
         trainable=actor_id is not None and response.trainable,
         thought="" if parsed is None else parsed.thought,
         in_thought=parsed is not None and parsed.in_thought,
-        info={
-            "temperature": request.sampling.temperature,
-            "seed": request.sampling.seed,
-            "max_tokens": request.sampling.max_tokens,
-            **({"cached": True} if response.cached else {}),
-            **({} if request.sampling.grammar is None else {"grammar": request.sampling.grammar.text}),
-            **({"routed_experts": response.routed_experts} if actor_id and response.routed_experts else {}),
-        },
+        facts=StepFacts(
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            cached=response.cached,
+            grammar=None if sampling.grammar is None else sampling.grammar.text,
+            routed_experts=response.routed_experts if actor_id else None,
+        ),
     )
 
 

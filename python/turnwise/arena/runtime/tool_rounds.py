@@ -73,7 +73,7 @@ async def call_with_tools(
         if step is not None:
             step.info[ROUND] = number
             if parsed.calls:
-                step.info["tool_calls"] = [made.status for made in parsed.calls]
+                step.facts.tool_calls = [made.status for made in parsed.calls]
         if not last:
             _count_calls(actor.id, parsed.calls)
         if not parsed.calls:

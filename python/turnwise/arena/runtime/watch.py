@@ -173,9 +173,6 @@ _counts: Counter[str] = Counter()
 _seconds: defaultdict[str, float] = defaultdict(float)
 _warned: set[tuple[Any, ...]] = set()
 
-MISHAPS = "mishaps"
-"""Key of ``rollout.meta``: what went wrong, by metric, such as ``{"tool_errors/search": 2}``. A batch has the sums."""
-
 
 def warn_once(key: tuple[Any, ...], text: str) -> None:
     """Warn with ``text``, without keys of the episode, unless an earlier warning had the same ``key``."""
@@ -200,7 +197,8 @@ def count(metric: str, amount: int = 1) -> None:
     """Add ``amount`` to a metric that counts what went wrong in the running episode."""
     context = current_context()
     if context is not None:
-        mishaps = context.rollout.meta.setdefault(MISHAPS, {})
+        facts = context.rollout.facts
+        mishaps = facts.mishaps = {} if facts.mishaps is None else facts.mishaps
         mishaps[metric] = mishaps.get(metric, 0) + amount
 
 

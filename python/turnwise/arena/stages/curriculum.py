@@ -16,14 +16,11 @@ from typing import Any, Self
 
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.stages.stage import RunParts, Stage
-from turnwise.arena.stages.task_labels import TASK
 from turnwise.arena.stores.contents import UNKNOWN
 from turnwise.arena.stores.sampling import AttemptStats, Learnability, WeightedPool
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout
-from turnwise.utils.registry import problem
-
-CURRICULUM = "curriculum"
-"""Key of the meta of drawn requests and their rollouts: ``{"question": "5f0c...", "batch": 3, "p": 0.25}``."""
+from turnwise.types.facts import Question
+from turnwise.utils.values import problem
 
 SOLVED, UNSOLVED = 0.95, 0.05
 """Solve rates from which a question counts as always solved, and up to which as never solved."""
@@ -94,19 +91,19 @@ class Curriculum:
         rates = self.rates_for(batch)
         pool = self.weighted(rates)
         drawn = pool.draw(
-            questions, questions > len(pool.artifacts), Random(derive_seed(CURRICULUM, self.seed, number))
+            questions, questions > len(pool.artifacts), Random(derive_seed("curriculum", self.seed, number))
         )
         requests = []
         for slot, artifact in enumerate(drawn):
             question: EpisodeRequest = artifact.data
-            note: dict[str, Any] = {"question": artifact.id, "batch": batch}
+            note: Question = {"question": artifact.id, "batch": batch}
             if artifact.id in rates.questions:
                 note["p"] = rates.questions[artifact.id].success
             for copy in range(copies):
-                seed = derive_seed(CURRICULUM, question.seed, number, slot, copy)
-                meta = {**question.meta, CURRICULUM: note}
+                seed = derive_seed("curriculum", question.seed, number, slot, copy)
+                facts = replace(question.facts, curriculum=note)
                 requests.append(
-                    replace(question, group_id=f"{number}-{slot}/{question.group_id}", seed=seed, meta=meta)
+                    replace(question, group_id=f"{number}-{slot}/{question.group_id}", seed=seed, facts=facts)
                 )
         return requests
 
@@ -154,19 +151,19 @@ class Curriculum:
         ``judge`` returns the reward and the success of a rollout without the metric. Failed attempts are ignored. A
         batch that is packed again, because its update failed, replaces its attempts.
         """
-        notes = [note for top in results if (note := top.rollout.meta.get(CURRICULUM)) is not None]
+        notes = [note for top in results if (note := top.rollout.facts.curriculum) is not None]
         if notes:
             attempts = [
-                (top.rollout.meta[CURRICULUM]["question"], self._success(top.rollout, judge))
-                for top in results
-                if CURRICULUM in top.rollout.meta and top.rollout.error is None and "dropped" not in top.rollout.meta
+                (note["question"], self._success(rollout, judge))
+                for rollout in (top.rollout for top in results)
+                if (note := rollout.facts.curriculum) and rollout.error is None and rollout.facts.dropped is None
             ]
             batch = notes[0]["batch"]
             rates, recent = self.rates_for(batch), self._known[1]
             kept = tuple(entry for entry in recent if batch - self.ahead <= entry[0] < batch)
             self._known = rates, (*kept, (batch, attempts))
-        drawn = {top.group_id: top.rollout.meta.get(CURRICULUM, {}).get("p") for top in results}
-        return self._describe([p for p in drawn.values() if p is not None])
+        drawn = {top.group_id: note["p"] for top in results if (note := top.rollout.facts.curriculum) and "p" in note}
+        return self._describe(list(drawn.values()))
 
     def _success(self, rollout: Rollout, judge: Callable[[Rollout], tuple[float, float]]) -> float:
         value = rollout.metrics[self.metric] if self.metric in rollout.metrics else judge(rollout)[1]
@@ -239,7 +236,7 @@ class Curricula:
         """Learn from a packed batch, and return the metrics of each task under its name."""
         metrics: dict[str, float] = {}
         for task, curriculum in self.curricula.items():
-            own = curriculum.record([top for top in results if top.rollout.meta.get(TASK) == task], judge)
+            own = curriculum.record([top for top in results if top.rollout.facts.task == task], judge)
             metrics |= {f"{task}/{name}": value for name, value in own.items()}
         return metrics
 

@@ -18,7 +18,6 @@ from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import count_error, count_in_process
 from turnwise.arena.stages.stage import BatchNotes, RunParts, Stage
 from turnwise.samples.collect import collect_samples
-from turnwise.samples.training_samples import GRAMMAR
 from turnwise.types import (
     GenerateResult,
     Messages,
@@ -35,8 +34,8 @@ from turnwise.utils.signals import exits_as_errors
 BETTER_ANSWER = "This answer to the task above earned more reward than others:\n{hint}\n\nAnswer the task yourself."
 """Text that a teacher sees after the prompt with ``hint="best"``; ``{hint}`` is the better answer."""
 
-TOKENS, KL = "token_advantages", "teacher_kl"
-"""Keys of ``step.info``: the advantages of the step's tokens, and the mean of their log-probs minus the teacher's."""
+TOKENS = "token_advantages"
+"""Key of ``step.info``: the advantages of the step's tokens."""
 
 Hint = Literal["none", "best", "episode"]
 
@@ -104,7 +103,7 @@ class Distillation(Stage):
     async def sampled(self, arena: Any, results: Sequence[GenerateResult]) -> None:
         """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.info``."""
         # Log-probs under a grammar are those over the allowed tokens, so no teacher's can be compared with them.
-        free = [sample for sample in collect_samples(results) if GRAMMAR not in sample.info]
+        free = [sample for sample in collect_samples(results) if sample.facts.grammar is None]
         samples = [sample for sample in free if sample.actor in self.teachers]
         steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
         if not self.scores:
@@ -133,7 +132,7 @@ class Distillation(Stage):
             gains = [t - s for t, s in zip(teacher_logprobs, sample.rollout_logprobs, strict=False)]
             unscored = len(sample.completion_token_ids) - len(gains)
             step.info[TOKENS] = [self.coef * gain for gain in gains] + [0.0] * unscored
-            step.info[KL] = -sum(gains) / len(gains)
+            step.facts.teacher_kl = -sum(gains) / len(gains)
 
     async def _hints(
         self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]

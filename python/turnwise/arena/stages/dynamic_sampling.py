@@ -14,7 +14,6 @@ from typing import Any
 
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.stages.stage import Stage
-from turnwise.arena.stages.task_labels import TASK
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.training_samples import advantages_of
 from turnwise.types import CreditAssigner, EpisodeRequest, GenerateResult, Sample
@@ -56,9 +55,9 @@ async def sample_until_full(
             on_requests_fixed()
         more = await arena.generate_rollouts(requests)
         for top in more:
-            top.rollout.meta["draw"] = draw
+            top.rollout.facts.draw = draw
         results += more
-        task_of = {top.group_id: top.rollout.meta.get(TASK) for top in results}
+        task_of = {top.group_id: top.rollout.facts.task for top in results}
         wanted = wanted or Counter(task_of.values())
         informative = informative_groups(arena, results)
         kept = {
@@ -77,7 +76,7 @@ async def sample_until_full(
     for top in results:
         if top.group_id not in kept:
             for result in top.walk():
-                result.rollout.meta["drop_reason"] = "over_quota" if top.group_id in over_quota else "resample"
+                result.rollout.facts.drop_reason = "over_quota" if top.group_id in over_quota else "resample"
                 result.is_trainable = False
     return results
 
@@ -115,8 +114,8 @@ def check_stateless(credit: CreditAssigner | None) -> None:
 def describe_draws(results: Sequence[GenerateResult], trained: Sequence[Sample]) -> dict[str, float]:
     """Count the draws after the first (``extra_batches``) with their questions (``resampled_groups``), and the
     questions that train (``informative_groups``)."""
-    later = {top.group_id for top in results if top.rollout.meta.get("draw", 0)}
-    first = {top.group_id for top in results if not top.rollout.meta.get("draw", 0)}
+    later = {top.group_id for top in results if (top.rollout.facts.draw or 0)}
+    first = {top.group_id for top in results if not (top.rollout.facts.draw or 0)}
     kept = {sample.root_result.group_id for sample in trained if sample.root_result is not None}
-    extra = max((top.rollout.meta.get("draw", 0) for top in results), default=0)
+    extra = max(((top.rollout.facts.draw or 0) for top in results), default=0)
     return {"extra_batches": extra, "resampled_groups": len(later - first), "informative_groups": len(kept)}

@@ -7,7 +7,6 @@ from typing import Any
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.chat.grammar import GrammarError, allowed_tokens
-from turnwise.samples.training_samples import GRAMMAR
 from turnwise.types import ClientCapabilities, Grammar, Sample, capabilities_of
 from turnwise.types.columns import ALLOWED
 
@@ -36,12 +35,12 @@ class GrammarMasks(Stage):
         self.unsupported = learner.constrained_unsupported_reason
 
     def prepare(self, arena: Any, sample: Sample) -> str:
-        if GRAMMAR not in sample.info:
+        if sample.facts.grammar is None:
             return ""
         reason = self.unsupported
         if not reason:
             try:
-                tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.info[GRAMMAR])
+                tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.facts.grammar)
                 sample.columns[ALLOWED] = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
                 return ""
             except GrammarError as error:

@@ -10,16 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
+
+from pydantic import Field
 
 from turnwise.arena.rewards.leaves import reward_summary
 from turnwise.arena.stages.stage import RunParts, Stage
+from turnwise.settings.section import Section
 from turnwise.types import GenerateResult, Rollout, Step
+
+
+class OverlongSettings(Section):
+    """When the penalty begins, and its height."""
+
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Tokens before its limit in which a completion loses reward (https://arxiv.org/abs/2503.14476, eq. 13)."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """Reward that a completion at its limit loses."""
 
 
 @dataclass(frozen=True)
 class OverlongPenalty(Stage):
-    """``buffer`` is in tokens, ``penalty`` in reward. The limit is that of the model call, ``step.info["max_tokens"]``.
+    """``buffer`` is in tokens, ``penalty`` in reward. The limit is that of the model call, ``step.facts.max_tokens``.
 
     Example: ``OverlongPenalty(100, 1.0).of(tokens=450, limit=500) == 0.5``
 
@@ -28,6 +41,7 @@ class OverlongPenalty(Stage):
     """
 
     name = "overlong"
+    settings = MappingProxyType({"reward": OverlongSettings})
     changes, effect = "rewards", "adds"
     buffer: int
     penalty: float = 1.0
@@ -50,7 +64,7 @@ class OverlongPenalty(Stage):
     def rewarded(self, arena: Any, results: Sequence[GenerateResult]) -> None:
         """Lower the rewards of ``results`` and their children. A step that was seen before keeps its reward.
 
-        Sets ``"overlong_penalty"`` and ``"raw_reward"`` in ``step.info``, and ``"raw_rewards"`` in ``rollout.meta``.
+        Sets ``overlong_penalty`` and ``raw_reward`` in ``step.facts``, and ``raw_rewards`` in ``rollout.facts``.
         """
         for top in results:
             for result in top.walk():
@@ -59,12 +73,13 @@ class OverlongPenalty(Stage):
                         self._apply(result.rollout, step)
 
     def _apply(self, rollout: Rollout, step: Step) -> None:
-        limit, actor = step.info.get("max_tokens"), step.actor_id
-        if actor is None or not step.trainable or limit is None or "overlong_penalty" in step.info:
+        limit, actor = step.facts.max_tokens, step.actor_id
+        if actor is None or not step.trainable or limit is None or step.facts.overlong_penalty is not None:
             return
         lost = self.of(len(step.completion_token_ids), limit)
-        step.info |= {"overlong_penalty": lost, "raw_reward": step.reward}
-        rollout.meta.setdefault("raw_rewards", dict(rollout.rewards))
+        step.facts.overlong_penalty, step.facts.raw_reward = lost, step.reward
+        if rollout.facts.raw_rewards is None:
+            rollout.facts.raw_rewards = dict(rollout.rewards)
         if step.reward is not None:
             step.reward -= lost
         for number in step.info.get("ends", ()):
@@ -72,6 +87,6 @@ class OverlongPenalty(Stage):
             if actor in rewards:
                 rewards[actor] -= lost
         if "ends" in rollout.meta:
-            rollout.rewards = reward_summary(rollout.meta)[0]
+            rollout.rewards = reward_summary(rollout)[0]
         elif step.selected and actor in rollout.rewards:
             rollout.rewards[actor] -= lost

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 from turnwise.arena.stages.stage import RunParts, Stage
 from turnwise.arena.stages.stages import Stages
+from turnwise.settings.section import RunFacts
 
 STAGES = (
     "store_attempts:StoreAttempts",
@@ -38,8 +38,8 @@ def own_stages() -> Stages:
     return Stages([kind() for kind in classes(STAGES) if kind.always])
 
 
-def stage_problems(run: Any) -> list[str]:
-    """Return the problems of the stages' settings, one line each. ``run`` is a ``RunFacts``."""
+def stage_problems(run: RunFacts) -> list[str]:
+    """Return the problems of the stages' settings, one line each."""
     return [line for kind in classes(STAGES) for line in kind.problems(run)]
 
 

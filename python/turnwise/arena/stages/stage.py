@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 from turnwise.samples.filters import StepKey
+from turnwise.settings.section import RunFacts, Section
 from turnwise.types import EpisodeRequest, GenerateResult, Sample
 
 
@@ -49,6 +51,8 @@ class Stage:
     after: ClassVar[tuple[str, ...]] = ()
     before: ClassVar[tuple[str, ...]] = ()
     """Names of the stages after and before which it runs, where these are there."""
+    settings: ClassVar[Mapping[str, type[Section]]] = MappingProxyType({})
+    """Fields that it adds to sections of the config, by the section's key."""
     always: ClassVar[bool] = False
     """True for a stage that every arena has, and that is made without arguments."""
     evaluates: ClassVar[bool] = False
@@ -64,9 +68,9 @@ class Stage:
         return None
 
     @classmethod
-    def problems(cls, run: Any) -> Iterator[str]:
-        """Yield a line for each of its settings that is valid alone but doesn't fit the run, a ``RunFacts``. Stages
-        that are off are asked too."""
+    def problems(cls, run: RunFacts) -> Iterator[str]:
+        """Yield a line for each of its settings that is valid alone but doesn't fit ``run``. Stages that are off are
+        asked too."""
         return iter(())
 
     def attach(self, arena: Any, learner: Any) -> None:

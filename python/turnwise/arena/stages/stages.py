@@ -66,13 +66,12 @@ class Stages:
 
     async def sample(
         self, arena: Any, requests: Sequence[EpisodeRequest], on_requests_fixed: Callable[[], None]
-    ) -> list[GenerateResult]:
-        """Play a batch by the first stage that plays it, else at once."""
+    ) -> list[GenerateResult] | None:
+        """Play a batch by the first stage that plays it; ``None`` if none does."""
         for stage in self._ordered:
             if (results := await stage.sample(arena, requests, on_requests_fixed)) is not None:
                 return results
-        on_requests_fixed()  # the next batch starts when this one waits for its first model call
-        return await arena.generate_rollouts(requests)
+        return None
 
     def ended(self, results: Sequence[GenerateResult]) -> None:
         for stage in self._ordered:

@@ -10,9 +10,6 @@ from typing import Any, Self
 from turnwise.arena.stages.stage import RunParts, Stage
 from turnwise.types import GenerateResult, Sample
 
-TASK = "task"
-"""Key of the meta of requests and rollouts that names the task."""
-
 SUCCESS = "success"
 """Metric of a rollout: the success of its own task, ``<task>/success`` beside it."""
 
@@ -40,7 +37,7 @@ class TaskLabels(Stage):
         The counts of the gateway and of tools have no second name.
         """
         for rollout in (result.rollout for result in results):
-            task = str(rollout.meta.get(TASK))
+            task = str(rollout.facts.task)
             if task not in self.metrics or rollout.error is not None or f"{task}/{SUCCESS}" in rollout.metrics:
                 continue
             own = {
@@ -63,7 +60,7 @@ class TaskLabels(Stage):
             tokens[name] += len(sample.completion_token_ids) if mask is None else sum(map(bool, mask))
         metrics: dict[str, float] = {}
         for task in self.shares:
-            tops = [top for top in results if top.rollout.meta.get(TASK) == task]
+            tops = [top for top in results if top.rollout.facts.task == task]
             sampled = sum(
                 len(step.completion_token_ids)
                 for top in tops
@@ -77,4 +74,4 @@ class TaskLabels(Stage):
 
 
 def _task_of(sample: Sample) -> str:
-    return "" if sample.root_result is None else str(sample.root_result.rollout.meta.get(TASK, ""))
+    return "" if sample.root_result is None else str(sample.root_result.rollout.facts.task or "")

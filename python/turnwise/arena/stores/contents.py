@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from turnwise.arena.runtime.hashing import content_key
@@ -113,6 +113,21 @@ class StoreContents:
         self.added, self.plays = news.made, news.plays
         self.version += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return artifacts and statistics, for a store without a file."""
+        names = ("id", "data", "weight", "source", "meta", "parents", "run")
+        artifacts = [{name: getattr(artifact, name) for name in names} for artifact in self.artifacts.values()]
+        return {"artifacts": artifacts, "outcomes": {id: asdict(outcome) for id, outcome in self.outcomes.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`, and the counts ``added`` and ``plays`` beside it."""
+        self.clear()
+        for item in state["artifacts"]:
+            artifact = Artifact(**{**item, "parents": tuple(item.get("parents", ()))})
+            known = state.get("outcomes", {}).get(artifact.id)
+            self.keep(artifact, UNKNOWN if known is None else AttemptStats(**known), self.key(artifact))
+        self.added, self.plays = state["added"], state.get("plays", 0)
+
     def copied(self) -> StoreContents:
         """Return an independent copy."""
         copied = self._like(StoreContents)
@@ -176,6 +191,19 @@ class _OverlayDict(MutableMapping[K, V]):
         return (key for key in self._own if key in self._gone or key not in self._below)
 
 
+def check_weight(weight: float) -> None:
+    """Raise ``ValueError`` for a weight that is negative or not finite."""
+    if not weight >= 0 or weight == float("inf"):
+        raise ValueError(f"weight={weight!r}: expected a finite number >= 0")
+
+
+def parent_ids(parents: Sequence[str]) -> tuple[str, ...]:
+    """Return ``parents`` as a tuple. Raises ``TypeError`` for a single string, and for items that are not strings."""
+    if isinstance(parents, str) or not all(isinstance(parent, str) for parent in parents):
+        raise TypeError(f"parents={parents!r}: expected ids of artifacts, such as ['questions-3']")
+    return tuple(parents)
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """One rollout on artifact ``id``."""
@@ -193,7 +221,7 @@ def attempts_of(results: Sequence[GenerateResult], judge: Callable[[Rollout], tu
     rollouts = [
         (id, rollout)
         for rollout in everything
-        if (id := artifact_id(rollout)) is not None and rollout.error is None and "dropped" not in rollout.meta
+        if (id := artifact_id(rollout)) is not None and rollout.error is None and rollout.facts.dropped is None
     ]
     surprises: dict[str, list[float]] = {}
     for id, rollout in rollouts:

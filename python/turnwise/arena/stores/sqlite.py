@@ -12,9 +12,6 @@ the others' changes before it writes its own.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
-import math
 import os
 import secrets
 import sqlite3
@@ -22,51 +19,25 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena.recording.lossless_json import UntrustedValueError, decode, encode
 from turnwise.arena.stores.sampling import AttemptStats
+from turnwise.arena.stores.sqlite_rows import (
+    APPLICATION,
+    FORMAT,
+    ROWS,
+    TABLES,
+    check_journal,
+    own_schema,
+    read_row,
+    row_of,
+    schema_of,
+)
 from turnwise.types import Artifact
 
-APPLICATION = 0x74_77_73_74  # "twst"
-FORMAT = 4
-"""Formats 1 to 3 are those of versions before 0.1.0, which kept pickles."""
 PATIENCE = 30.0
 """Seconds that a write waits for another process's write."""
-
-TRUST = "If you trust the file: ArtifactStore(..., allow_pickle=True)"
-
-_TABLES = """
-CREATE TABLE store (name TEXT, file TEXT, revision INTEGER, rewinds INTEGER, oldest INTEGER, made INTEGER,
-    plays INTEGER);
-CREATE TABLE artifacts (place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, data NOT NULL, source TEXT,
-    parents TEXT NOT NULL, meta NOT NULL, added INTEGER NOT NULL, removed INTEGER, run TEXT,
-    digest BLOB);
-CREATE UNIQUE INDEX present ON artifacts (id) WHERE removed IS NULL;
-CREATE INDEX by_added ON artifacts (added);
-CREATE INDEX by_removed ON artifacts (removed) WHERE removed IS NOT NULL;
-CREATE TABLE known (place INTEGER, revision INTEGER, weight REAL, attempts INTEGER, reward REAL, success REAL,
-    score REAL, last INTEGER, PRIMARY KEY (place, revision)) WITHOUT ROWID;
-CREATE INDEX by_revision ON known (revision);
-CREATE TABLE changes (revision INTEGER PRIMARY KEY, writer TEXT NOT NULL);
-CREATE TABLE rewinds (target INTEGER, at INTEGER, writer TEXT);
-"""
-
-_COLUMNS = (int, bytes, str, str, str | None, str, str, str | None, float, int, float, float, float | None, int)
-"""Types of a row of ``_ROWS``, without the last value."""
-
-_SECOND_FILE = bytes.fromhex("d9d505f920a163d7")
-"""Last bytes of a rollback journal that names a second file. SQLite deletes that file after the rollback."""
-
-_ROWS = """
-SELECT a.place, a.digest, a.id, a.data, a.source, a.parents, a.meta, a.run,
-    k.weight, k.attempts, k.reward, k.success, k.score, k.last, MAX(k.revision)
-FROM artifacts a JOIN known k USING (place)
-WHERE a.removed IS NULL AND k.revision > :seen GROUP BY a.place ORDER BY a.place
-"""
-"""Artifacts added or changed after ``seen``. New artifacts have a row in ``known`` too. MAX picks the newest row."""
 
 _SUPERSEDED = """
 DELETE FROM known WHERE place NOT IN (SELECT place FROM artifacts) OR EXISTS (
@@ -117,7 +88,7 @@ class SqliteStore:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _check_journal(self.path)
+        check_journal(self.path)
         with self._explained():
             # SQLite gives its other files the mode of this one. It may be there, or be made by another process now.
             with suppress(OSError):
@@ -145,12 +116,12 @@ class SqliteStore:
         run(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
         run("BEGIN IMMEDIATE")
         if not run("SELECT count(*) FROM sqlite_master").fetchone()[0]:  # another process may have created them
-            for statement in _TABLES.split(";"):
+            for statement in TABLES.split(";"):
                 run(statement)
             run("INSERT INTO store VALUES (?, ?, 0, 0, 0, 0, 0)", (name, secrets.token_hex(8)))
             run(f"PRAGMA application_id = {APPLICATION}")
             run(f"PRAGMA user_version = {FORMAT}")
-        if _schema(self._database) != _own_schema():  # a view or a trigger of the file's could do anything
+        if schema_of(self._database) != own_schema():  # a view or a trigger of the file's could do anything
             raise ValueError(f"path={str(self.path)!r}: its tables are not those of an artifact store")
         run("COMMIT")
         rows = run("SELECT name, file, revision, rewinds, oldest, made, plays FROM store").fetchall()
@@ -202,7 +173,7 @@ class SqliteStore:
             seen = {"seen": -1 if news.whole else self._seen}
             gone = "SELECT id FROM artifacts WHERE removed > :seen AND added <= :seen"
             news.removed = [] if news.whole else [id for (id,) in self._run(gone, seen)]
-            news.present = [_from_row(self.path, row, self._allow_pickle) for row in self._run(_ROWS, seen)]
+            news.present = [read_row(self.path, row, self._allow_pickle) for row in self._run(ROWS, seen)]
             self._seen, self._rewinds = revision, rewinds
             return news
 
@@ -246,18 +217,10 @@ class SqliteStore:
                 self._wrote, self._synced = self._seen, False
 
     def insert(self, artifact: Artifact, outcome: AttemptStats, made: int) -> None:
-        payload = (
-            artifact.id,
-            _packed(artifact.data, self._allow_pickle),
-            artifact.source,
-            json.dumps(artifact.parents),
-            _packed(artifact.meta, self._allow_pickle),
-            artifact.run,
-        )
         self._write(
             "INSERT INTO artifacts (id, data, source, parents, meta, run, digest, added) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (*payload, _digest(*payload), self._seen + 1),
+            (*row_of(artifact, self._allow_pickle), self._seen + 1),
         )
         self.put(artifact, outcome)
         self._write("UPDATE store SET made = ?", (made,))
@@ -396,82 +359,3 @@ class SqliteStore:
             raise OSError(f"{self.path}: the artifact store can't be read or written: {error}") from error
         except sqlite3.DatabaseError as error:
             raise ValueError(f"path={str(self.path)!r}: no artifact store can be read from it: {error}") from error
-
-
-def _check_journal(path: Path) -> None:
-    """Refuse a file with a rollback journal that this module did not write: SQLite could delete another file."""
-    try:
-        handle = os.open(os.path.realpath(path) + "-journal", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return
-    with open(handle, "rb") as journal:
-        size = os.fstat(handle).st_size
-        journal.seek(max(0, size - len(_SECOND_FILE)))
-        if journal.read(len(_SECOND_FILE)) == _SECOND_FILE:
-            raise ValueError(f"path={str(path)!r}: its journal, {path}-journal, names another file. Remove the journal")
-
-
-def _schema(database: sqlite3.Connection) -> set[tuple[str, ...]]:
-    """Return the tables, indices, views and triggers, without those that SQLite keeps for its statistics."""
-    rows = database.execute("SELECT type, name, tbl_name, sql FROM sqlite_master")
-    return {(*row[:3], " ".join((row[3] or "").split())) for row in rows if row[:2] != ("table", "sqlite_stat1")}
-
-
-@cache
-def _own_schema() -> set[tuple[str, ...]]:
-    database = sqlite3.connect(":memory:")
-    database.executescript(_TABLES)
-    try:
-        return _schema(database)
-    finally:
-        database.close()
-
-
-def _from_row(path: Path, row: tuple[Any, ...], allow_pickle: bool) -> tuple[Artifact, AttemptStats]:
-    place, digest, id, data, source, parents, meta, run, weight, *known = row
-    if digest != _digest(id, data, source, parents, meta, run):
-        raise ValueError(
-            f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: its checksum does not fit. Take an older "
-            f"copy of the file, or give the artifact up: DELETE FROM artifacts WHERE place = {place}"
-        )
-    good = all(isinstance(value, kind) for value, kind in zip(row, _COLUMNS, strict=False))
-    if not (good and 0 <= weight < math.inf):
-        raise ValueError(f"path={str(path)!r}: artifact {id!r} (row {place}) is damaged: a value is of another type")
-    try:
-        made = (_unpacked(each, allow_pickle) for each in (data, meta))
-        ids = json.loads(parents)
-        if not (isinstance(ids, list) and all(isinstance(each, str) for each in ids)):
-            raise ValueError(f"its parents {ids!r} are no ids")
-        artifact = Artifact(id, next(made), weight, source, next(made), tuple(ids), run)
-    except UntrustedValueError as error:
-        raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}. {TRUST}") from error
-    except Exception as error:
-        raise ValueError(f"path={str(path)!r}: artifact {id!r} can't be read: {error}") from error
-    return artifact, AttemptStats(*known[:5])
-
-
-def _digest(*fields: Any) -> bytes:
-    """Return the checksum of an artifact's row without its revisions. It is compared before reading them."""
-    digest = hashlib.blake2b(digest_size=16)
-    for each in fields:
-        text = "" if each is None else str(each)  # a number where the file was changed
-        raw = each if isinstance(each, bytes) else text.encode(errors="surrogateescape")
-        digest.update(f"{type(each).__name__} {len(raw)} ".encode() + raw)
-    return digest.digest()
-
-
-def _packed(value: Any, allow_pickle: bool) -> str:
-    """Return ``value`` as JSON. Raises ``TypeError`` for data that could not be read back."""
-    try:
-        written = json.dumps(encode(value, strict=True))
-        if '"$' in written:  # the mark of a value that JSON doesn't have
-            _unpacked(written, allow_pickle)
-    except UntrustedValueError as error:
-        raise TypeError(f"data={value!r}: can't be read back from a file: {error}. {TRUST}") from error
-    except Exception as error:  # the object's own hooks can raise any error
-        raise TypeError(f"data={value!r}: can't be kept in a file: {error}") from error
-    return written
-
-
-def _unpacked(value: str, allow_pickle: bool) -> Any:
-    return decode(json.loads(value), allow_pickle=allow_pickle)

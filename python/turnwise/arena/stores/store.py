@@ -9,13 +9,12 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.hashing import derive_seed, detach_from_state, rng_state, set_rng_state
 from turnwise.arena.runtime.recording_hooks import records_input
-from turnwise.arena.stores.contents import UNKNOWN, StoreContents
+from turnwise.arena.stores.contents import UNKNOWN, StoreContents, check_weight, parent_ids
 from turnwise.arena.stores.holdout import HashSplit, StoreSplit
 from turnwise.arena.stores.sampling import AttemptStats, Samplable, SamplingRule, WeightedPool, find_rule
 from turnwise.arena.stores.sqlite import SqliteStore
@@ -141,7 +140,7 @@ class ArtifactStore(Samplable):
                 context = current_context() if source is None else None
                 made_by = source if context is None else context.rollout.id
                 new_id = self._free_id() if id is None else id
-                ids = _parent_ids(parents)
+                ids = parent_ids(parents)
                 data = detach_from_state(data)
                 if current_context() is not None:  # the episode may change its object afterwards
                     data, meta = own_copy(data), own_copy(meta)
@@ -150,7 +149,7 @@ class ArtifactStore(Samplable):
             # Refuse a taken id, a wrong weight, and with ``dedup`` known content.
             if artifact.id in contents.artifacts:
                 raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
-            _check_weight(artifact.weight)
+            check_weight(artifact.weight)
             key = contents.key(artifact)
             if contents.has(key):
                 return None
@@ -174,7 +173,7 @@ class ArtifactStore(Samplable):
     @records_input()
     def set_weight(self, id: str, weight: float) -> None:
         """Set an artifact's weight, by which ``sampling="weighted"`` draws. Raises ``KeyError`` for an unknown id."""
-        _check_weight(weight)
+        check_weight(weight)
         with self.transaction():
             self._of(id)
             self._put(self._contents.weigh(id, weight), self._contents.outcome(id))
@@ -285,10 +284,7 @@ class ArtifactStore(Samplable):
         }
         if self._file is not None:
             return {**state, **self._file.save_revision()}
-        outcomes = {id: asdict(outcome) for id, outcome in self._contents.outcomes.items()}
-        names = ("id", "data", "weight", "source", "meta", "parents", "run")
-        artifacts = [{name: getattr(artifact, name) for name in names} for artifact in self]
-        return {**state, "artifacts": artifacts, "outcomes": outcomes}
+        return {**state, **self._contents.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. Raises ``ValueError`` if the store can't go back to it."""
@@ -304,13 +300,7 @@ class ArtifactStore(Samplable):
             self._catch_up()
             self._preexisting_ids = self._file.preexisting_ids()
         else:
-            self._contents.clear()
-            for item in state["artifacts"]:
-                artifact = Artifact(**{**item, "parents": tuple(item.get("parents", ()))})
-                known = state.get("outcomes", {}).get(artifact.id)
-                outcome = UNKNOWN if known is None else AttemptStats(**known)
-                self._contents.keep(artifact, outcome, self._contents.key(artifact))
-            self._contents.added, self._contents.plays = state["added"], state.get("plays", 0)
+            self._contents.load_state_dict(state)
         self._split = None if state.get("split") is None else HashSplit(state["split"], None, any_key=True)
         set_rng_state(self._rng, state["rng"])
 
@@ -396,15 +386,3 @@ def _root() -> int | None:
     """Return the number of the running top episode; ``None`` outside of episodes."""
     context = current_context()
     return None if context is None else context.root
-
-
-def _check_weight(weight: float) -> None:
-    if not weight >= 0 or weight == float("inf"):
-        raise ValueError(f"weight={weight!r}: expected a finite number >= 0")
-
-
-def _parent_ids(parents: Sequence[str]) -> tuple[str, ...]:
-    """Return ``parents`` as a tuple. Raises ``TypeError`` for a single string, and for items that are not strings."""
-    if isinstance(parents, str) or not all(isinstance(parent, str) for parent in parents):
-        raise TypeError(f"parents={parents!r}: expected ids of artifacts, such as ['questions-3']")
-    return tuple(parents)

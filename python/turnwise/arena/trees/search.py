@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from turnwise.arena.rewards.invalid_action import CONTEXT
@@ -21,69 +21,15 @@ from turnwise.arena.runtime.privacy import check_path
 from turnwise.arena.runtime.tool_rounds import ROUND
 from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.arena.runtime.watch import is_own
+from turnwise.arena.trees.branches import Branch, PendingAction
 from turnwise.arena.trees.sampler import BRANCH_SCORES, TreeSampler, call_selector, draw_share, select_branches
 from turnwise.arena.trees.value import BranchingEpisode, StateToValue, ValueEstimator
 from turnwise.state import prune
-from turnwise.types import EpisodeState, GenerateResult, Messages, ModelError, Step
+from turnwise.types import EpisodeState, GenerateResult, ModelError, Step
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.signals import exits_as_errors
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, eq=False)
-class PendingAction:
-    """The next action of one beam, sampled once or in several branches."""
-
-    beam: Beam
-    messages: str | Messages
-    node: int | None = None
-    """Id of the tree node; ``None`` if the action does not branch."""
-    scopes: list[EpisodeContext] = field(default_factory=list)
-    """One context per branch, or the beam's own if the action does not branch."""
-    outcomes: list[Step | ModelError] = field(default_factory=list)
-    """Each branch's step, or the error of its model call."""
-    outgrown: bool = False
-    """The prompt leaves no room in the context, so the beam ends before the action."""
-
-    @property
-    def error(self) -> ModelError | None:
-        """The first error, if every branch failed."""
-        if self.outgrown:
-            return None
-        errors = [outcome for outcome in self.outcomes if isinstance(outcome, ModelError)]
-        return errors[0] if len(errors) == len(self.outcomes) else None
-
-
-@dataclass(slots=True, eq=False)
-class Branch:
-    """An action that was taken, and the path up to it, which may go on."""
-
-    beam: Beam
-    """The beam that it branched from."""
-    scope: EpisodeContext
-    """Its context, with the state after the action."""
-    step: Step
-    """The action."""
-    steps: list[Step]
-    """All model calls recorded for the action, the action's own included."""
-    children: list[GenerateResult]
-    """Results of the episodes that the branch spawned."""
-    score: float | None = None
-    """Number that selection compares; ``None`` if unknown."""
-
-    def to_beam(self, context: EpisodeContext) -> Beam:
-        """Return the beam that goes on from this branch, in ``context``."""
-        beam, step = self.beam, self.step
-        assert step.tree_node is not None
-        return Beam(
-            context,
-            steps=[*beam.steps, *self.steps],
-            children=[*beam.children, *self.children],
-            from_branch=(step.tree_node, step.branch),
-            total_reward=beam.total_reward + (step.reward or 0.0),
-            score=self.score or 0.0,
-        )
 
 
 class TreeSearch:
@@ -170,7 +116,7 @@ class TreeSearch:
         pay_others([beam.steps for beam in beams])
         if self.sampler.has_many_leaves and any(beam.from_branch is not None for beam in beams):
             _count(root, "tree/ends", len(beams))
-            root.ends, root.rollout.meta["own_end"] = beams, None if self.sampler.select is None else number
+            root.ends, root.rollout.facts.own_end = beams, None if self.sampler.select is None else number
         if self.sampler.select is not None and len(beams) > 1:
             path = {id(step) for step in best.steps}
             for step in root.steps:
@@ -257,12 +203,12 @@ class TreeSearch:
     # -- values of states ----------------------------------------------------------------------------------------------
     async def _estimate_start(self, actions: Sequence[PendingAction]) -> None:
         """Estimate the value of the first state, unless it is a tree node: then its branches give the value."""
-        meta = self.root.rollout.meta
+        facts = self.root.rollout.facts
         first = [action.beam for action in actions if action.beam.last_action is None and action.node is None]
-        if self.sampler.playouts and first and "playouts" not in meta:
+        if self.sampler.playouts and first and facts.playouts is None:
             [beam] = first
             state = StateToValue("start", beam.context, beam.steps, beam.children, acted=False)
-            [meta["playouts"]] = await self.estimator.estimate([state])
+            [facts.playouts] = await self.estimator.estimate([state])
 
     async def _estimate(self, taken: Sequence[Branch]) -> None:
         """Estimate the value of the state after each action."""
@@ -374,7 +320,7 @@ class TreeSearch:
             else:
                 steps, children = self._move_records(scope, beam.from_branch)
                 for child in children:
-                    child.rollout.meta["spawned_by"] = [action.node, index]
+                    child.rollout.facts.spawned_by = [action.node, index]
                 for step in steps:
                     step.branch = index
                     step.tree_node = action.node if step is outcome or ROUND in step.info else None
@@ -428,7 +374,7 @@ def _exclude(steps: Sequence[Step], error: ModelError | None) -> None:
     """Keep the steps of a failed branch out of training. They stay in the log."""
     for step in steps:
         step.trainable = False
-        step.info["error"] = f"{type(error).__name__}: {error}"
+        step.facts.error = f"{type(error).__name__}: {error}"
 
 
 def _count(context: EpisodeContext, name: str, amount: int) -> None:

@@ -3,10 +3,10 @@
     V(s) = mean over M playouts from s of their rewards      (VinePPO, https://arxiv.org/abs/2410.01679)
 
 A playout uses the same policies, but never branches and never trains. Only its rewards are kept, in
-``step.info["playouts"]`` of the action that led to the state (``meta["playouts"]`` for the first state). This is a list
-with a dict per playout: ``rewards`` holds ``[actor, reward]`` of each action in order, and after it what others got for
-the action, and ``outcome`` holds the rubric's rewards of actors whose last action had none. A final state has one
-entry, its outcome.
+``step.info["playouts"]`` of the action that led to the state (``rollout.facts.playouts`` for the first state). This is
+a list with a dict per playout: ``rewards`` holds ``[actor, reward]`` of each action in order, and after it what others
+got for the action, and ``outcome`` holds the rubric's rewards of actors whose last action had none. A final state has
+one entry, its outcome.
 ``metrics["tree/playouts"]`` and ``["tree/playout_tokens"]`` count playouts and their tokens.
 """
 
@@ -148,7 +148,7 @@ class ValueEstimator:
         ]
         steps = [step for scope in scopes for step in scope.steps]
         steps += [step for rollout in spawned for step in rollout.steps]
-        tokens = sum(len(step.completion_token_ids) for step in steps if step is not None and "cached" not in step.info)
+        tokens = sum(len(step.completion_token_ids) for step in steps if step is not None and not step.facts.cached)
         metrics = self.root.rollout.metrics
         for name, amount in (
             ("tree/playouts", asked),
@@ -160,4 +160,4 @@ class ValueEstimator:
 
 def is_env_step(step: Step) -> bool:
     """True for an action of the game; false for a call made by a hook."""
-    return "env_response" in step.info
+    return step.facts.env_response is not None

@@ -27,7 +27,8 @@ from turnwise.tasks.base import MatchTask, ScriptedTask
 from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
 from turnwise.train.checkpoint.files import read_tensors
 from turnwise.train.checkpoint.progress import find_checkpoint
-from turnwise.train.config.sampling import FilterConfig, LoopConfig, TreeConfig
+from turnwise.train.config.rewards import FilterConfig
+from turnwise.train.config.sampling import LoopConfig, TreeConfig
 from turnwise.train.config.schema import HealthConfig, LeagueConfig, LogConfig, TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE
 from turnwise.train.league.build import FOLDER

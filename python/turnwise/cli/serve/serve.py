@@ -32,7 +32,7 @@ from turnwise.utils.threads import run_in_program
 
 OF_MODEL = {
     "engine": "vllm", "dummy_weights": False, "adapters": [], "adapter_slots": 0, "adapter_rank": 16,
-    "kv_cache_gb": 1.0, "max_num_seqs": 256, "max_batch_rows": 512, "engine_arg": [], "restarts": 5,
+    "kv_cache_gb": 1.0, "max_batch_size": None, "engine_arg": [], "restarts": 5,
 }  # fmt: skip
 """Options of a model's server, and their defaults."""
 
@@ -55,8 +55,7 @@ def run(options: argparse.Namespace) -> int:
             engine=options.engine,
             dummy_weights=options.dummy_weights,
             kv_cache_gb=options.kv_cache_gb,
-            max_num_seqs=options.max_num_seqs,
-            max_batch_rows=options.max_batch_rows,
+            max_batch_size=options.max_batch_size,
             engine_args=parse_pairs("--engine-arg", options.engine_arg, literal),
             restarts=options.restarts,
         )
@@ -86,7 +85,7 @@ def serve_run(options: argparse.Namespace) -> int:
 
 async def _serve(run: Run, key: str, options: argparse.Namespace) -> None:
     try:
-        from turnwise.integrations.gateway.server import standing
+        from turnwise.integrations.gateway.service.standing import standing
     except ImportError as error:
         raise ImportError("serving a run needs aiohttp: pip install 'turnwise[gateway]'") from error
     from turnwise.integrations.gateway.settings import GatewaySettings

@@ -96,7 +96,13 @@ class GatedClient(ClientBase):
             self._check(request)
         if self._closed:
             raise ModelError("the client is closed")
+        if self._thread.runs_here():  # in a pool that shares the thread
+            return await self._through_gate(requests)
         return await self._result(self._thread.submit(self._through_gate(requests)))
+
+    def share_thread(self, name: str) -> LoopThread:
+        """Return the client's thread for another user, ``name``, who stops it separately."""
+        return self._thread.share(name)
 
     async def pause(self) -> None:
         """Hold back new requests, and return once none runs. Requests wait until :meth:`resume`."""
@@ -168,7 +174,7 @@ class GatedScoringClient(GatedClient):
         return [response.logprobs for response in responses]
 
 
-def policy_of(policies: Mapping[str, T], name: str) -> T:
+def find_policy(policies: Mapping[str, T], name: str) -> T:
     """Return ``policies[name]``. Raises ``ValueError`` for a policy that the client doesn't serve."""
     if name not in policies:
         raise ValueError(f"policy={name!r}: expected one of {sorted(policies)}")
@@ -270,11 +276,11 @@ def stop_check(sampling: Sampling, tokenizer: Any, prompt: Sequence[int]) -> Cal
     def stopped(ids: Sequence[int]) -> bool:
         nonlocal begun, inside, left, read, said
         if inside:  # a thought may be long and hold many stop strings: wait for its end
-            end = _text_of(tokenizer, ids[-mark_window:])
+            end = _decode(tokenizer, ids[-mark_window:])
             inside = not any(mark in end for mark in closing)
-        if inside or not any(stop in _text_of(tokenizer, ids[-window:]) for stop in sampling.stop):
+        if inside or not any(stop in _decode(tokenizer, ids[-window:]) for stop in sampling.stop):
             return False
-        text = left + _text_of(tokenizer, ids[read:])
+        text = left + _decode(tokenizer, ids[read:])
         found = find_thoughts(text, begun=begun, ended=False, calls=CALL_MARKS, marks=marks)
         spoken = found.answer_without_calls(text)
         if any(stop in (spoken if said else spoken.lstrip()) for stop in sampling.stop):
@@ -289,7 +295,7 @@ def stop_check(sampling: Sampling, tokenizer: Any, prompt: Sequence[int]) -> Cal
     return stopped
 
 
-def _text_of(tokenizer: Any, ids: Sequence[int]) -> str:
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 

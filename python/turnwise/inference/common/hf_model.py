@@ -63,7 +63,7 @@ def vocabulary_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def tokens_of(tokenizer: Any) -> int | None:
+def count_tokens(tokenizer: Any) -> int | None:
     """Return the number of rows that a head needs for all tokens of ``tokenizer``; ``None`` if it can't list them."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return 1 + max(vocabulary.values()) if vocabulary else None

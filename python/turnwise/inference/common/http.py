@@ -6,6 +6,7 @@ API keys come from the environment or a file. ``turnwise serve`` writes its key 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -58,24 +59,43 @@ class EndpointError(ModelError):
 class LoopThread:
     """An event loop in its own thread. Its work continues while other loops block, and after they end.
 
-    ``at_end`` holds coroutine functions that run after all other work has ended.
+    ``at_end`` holds coroutine functions that run after all other work has ended. The thread ends once it and all that
+    :meth:`share` it have stopped.
     """
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.at_end: list[Callable[[], Awaitable[None]]] = []
+        self._users, self._stopped = [name], False
+        self._work: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def share(self, name: str) -> LoopThread:
+        """Return this thread for another user, who stops it separately."""
+        self._users.append(name)
+        other = copy.copy(self)
+        other._work = set()
+        return other
+
+    def runs_here(self) -> bool:
+        """Return True in the thread itself, where its loop runs."""
+        return threading.current_thread() is self._thread
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run ``work`` in the thread's loop. If the loop has ended, the future holds a ``ModelError``."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
+            if self._stopped:
+                raise RuntimeError("this user has stopped, others may run")
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:
             work.close()
             ended: Future[T] = Future()
             ended.set_exception(ModelError("the client is closed"))
             return ended
+        self._work.add(future)
+        future.add_done_callback(self._work.discard)
+        return future
 
     def call(self, function: Callable[[], Any]) -> None:
         """Run ``function`` in the thread's loop soon, unless the loop has ended."""
@@ -83,7 +103,17 @@ class LoopThread:
             self.loop.call_soon_threadsafe(function)
 
     def stop(self) -> None:
-        """End the loop and everything that runs in it. May be called again, also by the garbage collector."""
+        """End the loop and everything that runs in it; while others share it, only what this user submitted.
+
+        May be called again, also by the garbage collector.
+        """
+        if not self._stopped:
+            self._stopped = True
+            self._users.pop()
+        if self._users:
+            for work in tuple(self._work):
+                work.cancel()
+            return
         self.call(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
@@ -182,16 +212,17 @@ class Endpoint:
                     self._reject(where, answer.status, answer.headers, content)
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise EndpointError(
-                f"{where} can't be reached: {_text_of(error)}; is it started, and is this its address?", retryable=True
+                f"{where} can't be reached: {_describe_error(error)}; is it started, and is this its address?",
+                retryable=True,
             ) from error
         except TimeoutError as error:
             raise EndpointError(f"{where} gave no answer within timeout={limit:g} seconds") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise EndpointError(
-                f"{where} was cut off in the middle of its answer: {_text_of(error)}", retryable=True
+                f"{where} was cut off in the middle of its answer: {_describe_error(error)}", retryable=True
             ) from error
         except aiohttp.ClientError as error:
-            raise EndpointError(f"{where} does not speak HTTP: {_text_of(error)}") from error
+            raise EndpointError(f"{where} does not speak HTTP: {_describe_error(error)}") from error
         if not reads or not content:
             return None
         try:
@@ -302,7 +333,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     return 0.0
 
 
-def _text_of(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

@@ -57,7 +57,7 @@ def _softmax_of_chosen(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
 RULES: tuple[Weigh, ...] = (_softmax, _sigmoid, _softmax_of_chosen)
 
 
-def experts_of(config: Any) -> tuple[str, int] | None:
+def find_experts(config: Any) -> tuple[str, int] | None:
     """Return the field of a ``config`` (its text part) that counts experts, and their number; ``None`` if dense."""
     return next(((name, getattr(config, name)) for name in EXPERTS if getattr(config, name, 0)), None)
 
@@ -96,7 +96,7 @@ def watch_routers(lm: Any) -> Routers | None:
     experts. A trial on a copy finds the rule of its weights; it must give them bit for bit. Raises ``ValueError`` for a
     mixture with a router of another kind. May be called again.
     """
-    if (counted := experts_of(lm.config.get_text_config())) is None:
+    if (counted := find_experts(lm.config.get_text_config())) is None:
         return None
     layers = getattr(lm.get_decoder(), "layers", ())
     found = {
@@ -113,7 +113,7 @@ def watch_routers(lm: Any) -> Routers | None:
         [router] = found[number]
         sizes.add((int(router.top_k), int(router.num_experts)))
         if not any(isinstance(hook, _Hook) for hook in router._forward_hooks.values()):
-            router.register_forward_hook(_Hook(number, _rule_of(router)))
+            router.register_forward_hook(_Hook(number, _find_rule(router)))
     if len(sizes) > 1:
         raise ValueError(f"{type(lm).__name__} has layers with other numbers of experts: {sorted(sizes)}")
     [(top_k, experts)] = sizes
@@ -126,7 +126,7 @@ def _is_router(module: Any) -> bool:
     return all(type(size) is int for size in sizes) and weight is not None and weight.shape[:-1] == (sizes[1],)
 
 
-def _rule_of(router: Any) -> Weigh:
+def _find_rule(router: Any) -> Weigh:
     """Return the rule that gives the weights of ``router`` from its logits. Raises ``ValueError`` if none does."""
     generator = torch.Generator().manual_seed(0)
     probe = copy.deepcopy(router).to_empty(device="cpu").eval()

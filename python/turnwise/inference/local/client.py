@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -20,24 +20,18 @@ from turnwise.chat.tokenizers import keep_ends, own_copy
 from turnwise.inference.common.base import (
     ClientBase,
     completion_limit,
+    find_policy,
     gather_all,
-    policy_of,
     scored_ids,
     scored_response,
     stop_check,
     stop_token_ids,
 )
-from turnwise.inference.common.hf_model import limit_head, tokens_of, vocabulary_size
-from turnwise.inference.local.decode import (
-    Completion,
-    ScoredSequence,
-    SequenceSpec,
-    Work,
-    complete,
-    completion_logprobs,
-    length_batches,
-)
+from turnwise.inference.common.hf_model import count_tokens, limit_head, vocabulary_size
+from turnwise.inference.local.batches import PendingRequest, policy_batches
+from turnwise.inference.local.decode import Completion, SequenceSpec, Work, complete
 from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, load_models, sampling_mode
+from turnwise.inference.local.scoring import ScoredSequence, completion_logprobs, length_batches
 from turnwise.inference.weights.load import copy_weights
 from turnwise.types import (
     ClientCapabilities,
@@ -67,24 +61,6 @@ class BatchStats:
     generated_tokens: int = 0
     decoded_tokens: int = 0
     seconds: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _PendingRequest:
-    """One unanswered request. The event loop sets ``abandoned``, and the worker reads it."""
-
-    request: ModelRequest
-    row: SequenceSpec
-    future: asyncio.Future[ModelResponse]
-    abandoned: bool = False
-
-    def resolve(self, result: ModelResponse | BaseException) -> None:
-        if self.future.done():
-            return
-        if isinstance(result, BaseException):
-            self.future.set_exception(result)
-        else:
-            self.future.set_result(result)
 
 
 class TransformersClient(ClientBase):
@@ -137,7 +113,7 @@ class TransformersClient(ClientBase):
             raise ValueError("policies is empty: expected at least one model")
         for model in models.values():
             keep_ends(tokenizer, getattr(model, "generation_config", None))
-            limit_head(model, tokens_of(tokenizer))
+            limit_head(model, count_tokens(tokenizer))
         self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens
@@ -146,7 +122,7 @@ class TransformersClient(ClientBase):
         self._policies = load_models(models if share else copy_models(models, live), share, device, routed_experts)
         self._seeds = np.random.default_rng(seed)
         self._stats = BatchStats()
-        self._waiting: list[_PendingRequest] = []
+        self._waiting: list[PendingRequest] = []
         self._drain: asyncio.Task[None] | None = None
         self._paused = False
         self._closed = False
@@ -170,7 +146,7 @@ class TransformersClient(ClientBase):
             if grammar is not None:
                 await to_thread(check_grammar, self._tokenizer, grammar)
         loop = asyncio.get_running_loop()
-        jobs = [_PendingRequest(request, self._row(request), loop.create_future()) for request in requests]
+        jobs = [PendingRequest(request, self._row(request), loop.create_future()) for request in requests]
         self._waiting.extend(jobs)
         if not self._paused and self._draining() is None:
             self._drain = loop.create_task(self._run_waiting())
@@ -220,14 +196,14 @@ class TransformersClient(ClientBase):
         adapter's weights, with or without the whole shared base. All names and shapes are checked before anything is
         copied; see :func:`copy_weights`.
         """
-        loaded = policy_of(self._policies, policy)
+        loaded = find_policy(self._policies, policy)
         with self._busy:
             copy_weights(loaded.model, weights, policy)
             loaded.version = version
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
-        return policy_of(self._policies, policy).version
+        return find_policy(self._policies, policy).version
 
     async def pause(self) -> None:
         """Hold back new batches, and return once no batch runs. Requests wait until :meth:`resume`."""
@@ -269,7 +245,7 @@ class TransformersClient(ClientBase):
 
     # -- requests -----------------------------------------------------------------------------------------------------
     def _row(self, request: ModelRequest) -> SequenceSpec:
-        loaded, sampling = policy_of(self._policies, request.policy), request.sampling
+        loaded, sampling = find_policy(self._policies, request.policy), request.sampling
         limit = completion_limit(request, vocabulary_size(loaded.model), loaded.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return SequenceSpec(
@@ -282,7 +258,7 @@ class TransformersClient(ClientBase):
         )
 
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:
-        loaded = policy_of(self._policies, request.policy)
+        loaded = find_policy(self._policies, request.policy)
         whole = replace(request, prompt_token_ids=[*request.prompt_token_ids, *completion])
         room = None if loaded.context_length is None else loaded.context_length + 1  # no new token needs room
         completion_limit(whole, vocabulary_size(loaded.model), room)
@@ -303,14 +279,14 @@ class TransformersClient(ClientBase):
         loop = asyncio.get_running_loop()
         # Drop requests whose event loop has ended.
         self._waiting = [job for job in self._waiting if job.future.get_loop() is loop]
-        running: list[_PendingRequest] = []
+        running: list[PendingRequest] = []
         try:
             while self._waiting and not self._paused:
                 await self._wait_until_idle()
                 if self._paused:
                     return
                 running, self._waiting = [job for job in self._waiting if not job.abandoned], []
-                for policy, jobs in _batches(running, self.max_batch_rows, self.max_batch_tokens):
+                for policy, jobs in policy_batches(running, self.max_batch_rows, self.max_batch_tokens):
                     try:
                         responses = await loop.run_in_executor(self._worker, self._compute, policy, jobs)
                     except Exception as error:
@@ -339,7 +315,7 @@ class TransformersClient(ClientBase):
             seen = len(self._waiting)
 
     # -- computing, in the worker thread ------------------------------------------------------------------------------
-    def _compute(self, policy: str, jobs: list[_PendingRequest]) -> list[ModelResponse | DeadEndError]:
+    def _compute(self, policy: str, jobs: list[PendingRequest]) -> list[ModelResponse | DeadEndError]:
         loaded = self._policies[policy]
         whole, each = (nullcontext(), ForwardLock(loaded, self._busy)) if self._in_flight else (self._busy, None)
         with whole, sampling_mode(loaded.model, self._shares_modules):
@@ -364,7 +340,7 @@ class TransformersClient(ClientBase):
             device = loaded.model.get_input_embeddings().weight.device
             return completion_logprobs(loaded.model, rows, device, cached=loaded.cached)
 
-    def _response(self, job: _PendingRequest, completion: Completion) -> ModelResponse | DeadEndError:
+    def _response(self, job: PendingRequest, completion: Completion) -> ModelResponse | DeadEndError:
         ids = completion.token_ids
         if completion.dead_end:
             return dead_end(self._tokenizer, ids)
@@ -378,7 +354,7 @@ class TransformersClient(ClientBase):
             routed_experts=None if completion.experts is None else RoutedExperts(completion.experts),
         )
 
-    def _count(self, jobs: list[_PendingRequest], completions: list[Completion], work: Work, seconds: float) -> None:
+    def _count(self, jobs: list[PendingRequest], completions: list[Completion], work: Work, seconds: float) -> None:
         self._stats.requests += len(jobs)
         self._stats.batches += 1
         self._stats.prompt_tokens += sum(len(job.row.prompt) for job in jobs)
@@ -386,23 +362,3 @@ class TransformersClient(ClientBase):
         self._stats.decoded_tokens += work.decoded
         self._stats.generated_tokens += sum(len(completion.token_ids) for completion in completions)
         self._stats.seconds += seconds
-
-
-def _batches(
-    jobs: Sequence[_PendingRequest], max_rows: int, max_tokens: int
-) -> Iterator[tuple[str, list[_PendingRequest]]]:
-    """Split ``jobs`` into batches by policy, in order of prompt length, so that little is padded and siblings meet."""
-    by_policy: dict[str, list[_PendingRequest]] = {}
-    for job in jobs:
-        by_policy.setdefault(job.request.policy, []).append(job)
-    for policy, members in by_policy.items():
-        members.sort(key=lambda job: (len(job.row.prompt), job.row.prompt))
-        batch: list[_PendingRequest] = []
-        limit = 0
-        for job in members:
-            limit = max(limit, job.row.limit)
-            if batch and (len(batch) == max_rows or (len(batch) + 1) * (len(job.row.prompt) + limit) > max_tokens):
-                yield policy, batch
-                batch, limit = [], job.row.limit
-            batch.append(job)
-        yield policy, batch

@@ -14,7 +14,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,20 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from turnwise.inference.common.hf_model import last_mlp_at, token_rows
+from turnwise.inference.common.hf_model import token_rows
 from turnwise.inference.common.routed_experts import Routers, recording
 from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Paths, Uncached, make_decoder
+from turnwise.inference.local.prefill import common_prefix, prefill
 from turnwise.inference.local.sampling import RowGrammars, RowSampler
-from turnwise.inference.weights.lora import activated
 from turnwise.types import FinishReason, Sampling
 
-_BEGINNING, _FEWEST_ALIKE = 16, 8
-"""Tokens by which the beginnings of prompts are compared, and the fewest rows that get batches of their own."""
-
-_LEAST_PREFIX = 8
-"""Least tokens of a common prefix that are computed once for all prompts."""
 _PACK_BELOW = 0.9
 """Finished rows leave the batch once less than this share of its rows is still running."""
 
@@ -103,10 +96,10 @@ def complete(
     index = torch.tensor([number[row.prompt] for row in rows], device=device)
     assert routers is None or (cached and model.config.model_type not in SHARED_PREFIX_MODELS), "a plain mixture"
     with forward_lock as version, recording(routers) as record:
-        prefix = _common_prefix(prompts) if model.config.model_type in SHARED_PREFIX_MODELS else 0
+        prefix = common_prefix(prompts) if model.config.model_type in SHARED_PREFIX_MODELS else 0
         decoder: Decoder
         if cached:
-            logits, cache, mask = _prefill(model, prompts, prefix, device)
+            logits, cache, mask = prefill(model, prompts, prefix, device)
             decoder = make_decoder(model, cache, mask, index, prefix)
         else:
             decoder = Uncached(model, prompts, index)
@@ -129,67 +122,6 @@ def _of_prompts(experts: np.ndarray, prompts: Sequence[tuple[int, ...]]) -> list
     """Cut the experts ``[U * P, layers, K]`` of a prefill by prompt, without its padding on the left."""
     by_prompt = experts.reshape(len(prompts), -1, *experts.shape[1:])
     return [each[each.shape[0] - len(prompt) :] for each, prompt in zip(by_prompt, prompts, strict=True)]
-
-
-def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return the number of tokens with which all of several prompts begin, such as the system prompt's; each keeps at
-    least one token of its own. A prefix of a few tokens counts as 0, as it isn't worth a pass of its own."""
-    first, last = min(prompts), max(prompts)
-    most = min(map(len, prompts)) - 1
-    same = next((index for index in range(most) if first[index] != last[index]), most)
-    return same if len(prompts) > 1 and same >= _LEAST_PREFIX else 0
-
-
-def _prefilled(model: Any, prefix: Sequence[int], count: int, device: torch.device) -> Any:
-    """Return a cache with the keys and values of ``prefix`` for ``count`` rows; an empty one without a prefix."""
-    cache = DynamicCache(config=model.config)
-    if prefix:
-        start = torch.tensor([list(prefix)], device=device)
-        model(input_ids=start, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache.batch_repeat_interleave(count)
-    return cache
-
-
-def _prefill(
-    model: Any, prompts: Sequence[tuple[int, ...]], prefix: int, device: torch.device
-) -> tuple[Tensor, Any, Tensor | None]:
-    """Prefill the prompts, whose first ``prefix`` tokens are the same. Returns next-token logits ``[U, V]``, the cache,
-    and the mask ``[U, P]`` int64.
-
-    The padding lies between the prefix and the rest. The mask is ``None`` if no prompt is padded.
-    """
-    cache = _prefilled(model, prompts[0][:prefix], len(prompts), device)
-    rests = [list(prompt[prefix:]) for prompt in prompts]
-    width = max(map(len, rests))
-    ids = torch.tensor([[0] * (width - len(rest)) + rest for rest in rests], device=device)
-    pads = torch.tensor([width - len(rest) for rest in rests], device=device)
-    columns = torch.arange(width, device=device)
-    mask = None
-    if bool(pads.any()):
-        mask = torch.cat([columns.new_ones(len(rests), prefix), (columns >= pads[:, None]).long()], dim=1)
-    # Only the last column is read after the last layer's attention.
-    last = torch.arange(1, len(prompts) + 1, device=device) * width - 1
-    trims = model.config.model_type in SHARED_PREFIX_MODELS
-    lm: Any = activated(model)
-    with last_mlp_at(lm.get_decoder(), last) if trims else nullcontext():
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=prefix + (columns - pads[:, None]).clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=_last_columns(1, width, device) if trims else 1,
-        )
-    return output.logits[:, -1], output.past_key_values, mask
-
-
-def _last_columns(count: int, width: int, device: torch.device) -> Tensor:
-    """Return the places of the last ``count`` of ``width`` columns.
-
-    A number instead would give the head a slice, for which PyTorch multiplies row by row, and in bfloat16 copies the
-    weight for each row.
-    """
-    return torch.arange(width - count, width, device=device)
 
 
 class _Drawn:
@@ -427,7 +359,7 @@ def cache_unsupported_reason(model: Any) -> str:
     prompts, index = [tuple(ids[:7]), tuple(ids[7:11])], torch.arange(2, device=weight.device)
     whole = Uncached(model, prompts, index)
     try:
-        logits, cache, mask = _prefill(model, prompts, 0, weight.device)
+        logits, cache, mask = prefill(model, prompts, 0, weight.device)
         decoder = make_decoder(model, cache, mask, index)
         pairs = [(logits, whole.next_logits())]
         for step, rows in enumerate(([0, 1], [0, 0, 1])):
@@ -443,71 +375,3 @@ def cache_unsupported_reason(model: Any) -> str:
     if off <= (1e-3 if weight.dtype.itemsize >= 4 else 0.1):
         return ""
     return f"passes with a cache come out otherwise, by {off:.2g} of their norm"
-
-
-# -- scores ------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class ScoredSequence:
-    """One completion to score after its prompt. ``temperature`` 0 counts as 1, as in a greedy response."""
-
-    prompt: tuple[int, ...]
-    completion: tuple[int, ...]
-    temperature: float
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
-
-
-def completion_logprobs(
-    model: Any, rows: Sequence[ScoredSequence], device: torch.device, *, cached: bool = True
-) -> list[list[float]]:
-    """Compute the float32 log-probability of each completion token, in the order of ``rows``.
-
-    Each row must fit into the model's context. The beginning that all prompts have in common is computed once. A model
-    that can't be ``cached`` may not support padding, and takes the rows one by one.
-    """
-    if not cached and len(rows) > 1:
-        return [completion_logprobs(model, [row], device, cached=False)[0] for row in rows]
-    shares = cached and model.config.model_type in SHARED_PREFIX_MODELS
-    prefix = _common_prefix([row.prompt for row in rows]) if shares else 0
-    width, kept = max(map(len, rows)) - prefix, max(len(row.completion) for row in rows) + 1
-    rests = [[*row.prompt[prefix:], *row.completion] for row in rows]
-    ids = torch.tensor([[0] * (width - len(rest)) + rest for rest in rests], device=device)
-    pads = torch.tensor([width - len(rest) for rest in rests], device=device)
-    columns = torch.arange(width, device=device)
-    options: dict[str, Any] = {"use_cache": False}
-    if prefix:
-        options = {"use_cache": True, "past_key_values": _prefilled(model, rows[0].prompt[:prefix], len(rows), device)}
-    if cached:
-        options["position_ids"] = prefix + (columns - pads[:, None]).clamp(min=0)
-        options["logits_to_keep"] = _last_columns(kept, width, device) if shares else kept
-    if bool(pads.any()):
-        options["attention_mask"] = torch.cat(
-            [columns.new_ones(len(rests), prefix), (columns >= pads[:, None]).long()], dim=1
-        )
-    output = model(input_ids=ids, **options)
-    # The logits in column c - 1 predict the token in column c, so the last column is not needed.
-    temperatures = torch.tensor([row.temperature or 1.0 for row in rows], device=device)
-    logits = output.logits[:, -kept:-1, : token_rows(model)]
-    logprobs = torch.log_softmax(logits.float() / temperatures[:, None, None], dim=-1)
-    picked = logprobs.gather(2, ids[:, width - kept + 1 :, None])[..., 0].cpu()
-    return [picked[index, kept - 1 - len(row.completion) :].tolist() for index, row in enumerate(rows)]
-
-
-def length_batches(
-    indices: Sequence[int], rows: Sequence[ScoredSequence], max_rows: int, max_tokens: int
-) -> list[list[int]]:
-    """Group ``indices`` of ``rows`` into batches within both limits.
-
-    Rows of similar length share a batch, and many rows whose prompts begin alike, such as those of one actor.
-    """
-    begins = {index: rows[index].prompt[:_BEGINNING] for index in indices}
-    alike = Counter(begins.values())
-    begins = {index: begin if alike[begin] >= _FEWEST_ALIKE else () for index, begin in begins.items()}
-    batches: list[list[int]] = []
-    for index in sorted(indices, key=lambda index: (begins[index], len(rows[index]))):
-        batch = batches[-1] if batches and begins[batches[-1][0]] == begins[index] else []
-        if not batch or len(batch) == max_rows or (len(batch) + 1) * len(rows[index]) > max_tokens:
-            batches.append([])
-        batches[-1].append(index)
-    return batches

@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import threading
-import time
 import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from turnwise.inference.common.base import GatedScoringClient, gather_all
+from turnwise.inference.common.base import GatedClient, GatedScoringClient, gather_all
 from turnwise.inference.common.http import LoopThread
 from turnwise.inference.pool.engine import EngineFailed, EngineLimits, PoolEngine, PrefixRouter, Router, WeightSnapshot
 from turnwise.inference.weights.load import collect_weights
@@ -85,7 +84,10 @@ class PoolClient(GatedScoringClient):
             raise ValueError(f"wait={wait!r}: expected seconds >= 0")
         if attempts < 1:
             raise ValueError(f"attempts={attempts!r}: expected at least 1")
-        super().__init__(LoopThread("turnwise-pool"))
+        alone = next(iter(engines.values())) if len(engines) == 1 else None
+        name = "turnwise-pool"
+        super().__init__(alone.share_thread(name) if isinstance(alone, GatedClient) else LoopThread(name))
+        self._stop_thread = weakref.finalize(self, self._thread.stop)
         self._limits, self._wait, self._attempts = EngineLimits(timeout, dead_after), wait, attempts
         self._keeps = keeps_weights
         self._random = random.Random()  # the global generator belongs to the run
@@ -149,7 +151,7 @@ class PoolClient(GatedScoringClient):
         try:
             await asyncio.wrap_future(self._thread.submit(self._end()))
         finally:
-            await to_thread(self._thread.stop)
+            await to_thread(self._stop_thread)
 
     # -- engines that come and go --------------------------------------------------------------------------------------
     def join(self, name: str, client: InferenceClient) -> None:
@@ -214,8 +216,9 @@ class PoolClient(GatedScoringClient):
                 await asyncio.sleep(max(pause * self._random.uniform(0.5, 1.0), failed[engine.name].seconds))
                 pause = min(2 * pause, LONGEST_WAIT)
                 engine = await self._choose(request, failed, unable)
+            answer = asyncio.ensure_future(engine.client.generate([request]))
             try:
-                return await engine.ask(request)
+                return await engine.wait_for(answer, request)
             except EngineFailed as error:
                 failed[engine.name] = error
                 engine.counts["retries"] += 1
@@ -356,58 +359,3 @@ class PoolClient(GatedScoringClient):
 
 def _list(errors: Mapping[str, object]) -> str:
     return "; ".join(f"{name}: {error}" for name, error in errors.items())
-
-
-class Follower:
-    """Lets engines join and leave ``pool`` to match a list, until the pool is closed.
-
-    - ``read``: returns the list's epoch, which grows with every change, and the addresses of the engines by name.
-    - ``connect``: makes the client of the engine at an address.
-    - ``addresses``: those of the engines that the pool has.
-    - ``every``: seconds between two looks at the list.
-
-    An engine that is no longer listed, or whose address has changed, leaves at once: its answers no longer count,
-    including those under way. An engine at a new address joins. Lists of an earlier epoch are ignored, as a shared
-    folder may show them again. If reading or connecting fails, the pool stays as it is until the next look; each new
-    error is a warning.
-
-    Example: ``Follower(pool, lambda: (4, {"engine-0": "http://10.0.0.2:8000"}), connect, {})``
-    """
-
-    def __init__(
-        self,
-        pool: PoolClient,
-        read: Callable[[], tuple[int, Mapping[str, str]]],
-        connect: Callable[[str], InferenceClient],
-        addresses: Mapping[str, str],
-        every: float = 0.5,
-    ) -> None:
-        self._pool, self._read, self._connect, self._every = pool, read, connect, every
-        self._addresses, self._epoch = dict(addresses), -1
-        self._thread = threading.Thread(target=self._run, name="turnwise-follower", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        warned = ""
-        while not self._pool.closed:
-            try:
-                self._look()
-            except Exception as error:
-                if not self._pool.closed and str(error) != warned:
-                    warned = str(error)
-                    warnings.warn(f"the pool's engines stay as they are: {error!r}", stacklevel=2)
-            time.sleep(self._every)
-
-    def _look(self) -> None:
-        epoch, listed = self._read()
-        if epoch <= self._epoch:
-            return
-        for name, address in list(self._addresses.items()):
-            if listed.get(name) != address:
-                del self._addresses[name]
-                asyncio.run(self._pool.leave(name, at_once=True))
-        for name, address in listed.items():
-            if name not in self._addresses:
-                self._pool.join(name, self._connect(address))
-                self._addresses[name] = address
-        self._epoch = epoch

@@ -120,14 +120,16 @@ class PoolEngine:
         self._loader = ThreadPoolExecutor(1, f"turnwise-weights-{name}")  # a client takes one update at a time
 
     # -- requests ------------------------------------------------------------------------------------------------------
-    async def ask(self, request: ModelRequest) -> ModelResponse:
-        """Return the engine's answer. Raises :class:`EngineFailed`, and the client's errors that the request caused."""
+    async def wait_for(self, answer: asyncio.Future[list[ModelResponse]], request: ModelRequest) -> ModelResponse:
+        """Return the client's ``answer`` to ``request``, which is cancelled in any other case.
+
+        Raises :class:`EngineFailed`, and the client's errors that the request caused.
+        """
         # The place in `versions` of the first one that the answer may have.
         first = max(len(self.versions.get(request.policy, ())) - 1, 0)
         self.counts["requests"] += 1
         self.outstanding += 1
         self.most_outstanding = max(self.most_outstanding, self.outstanding)
-        answer = asyncio.ensure_future(self.client.generate([request]))
         try:
             [response] = await self._watched(answer)
             if not await self._vouches(request.policy, response, first):

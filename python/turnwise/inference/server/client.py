@@ -8,11 +8,9 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,15 +22,15 @@ from turnwise.inference.common.base import (
     check_sampling_by_vllm,
     completion_limit,
     cut_at_stop,
-    policy_of,
+    find_policy,
     scored_as_prompt,
     scored_response,
     stop_token_ids,
 )
-from turnwise.inference.common.hf_model import tokens_of
+from turnwise.inference.common.hf_model import count_tokens
 from turnwise.inference.common.http import Endpoint, EndpointError, reading
-from turnwise.inference.common.proxies import is_loopback
 from turnwise.inference.server.launch import LOAD
+from turnwise.inference.server.policies import describe_policies
 from turnwise.inference.server.remote import (
     GENERATE,
     MAX_GENERATED,
@@ -44,11 +42,9 @@ from turnwise.inference.server.remote import (
     read_scores,
     sampling_error,
 )
-from turnwise.inference.weights.load import check_weights, collect_weights, shapes_of
-from turnwise.inference.weights.lora import AdaptedModel, AdapterFiles, full_weights
-from turnwise.inference.weights.sync import SafetensorsTransfer, WeightTransfer, make_transfer
-from turnwise.inference.weights.weight_block import WeightHandle
-from turnwise.inference.weights.wire import LOOPBACK, address_towards
+from turnwise.inference.weights.load import check_weights, collect_weights
+from turnwise.inference.weights.sync import transfer_to
+from turnwise.inference.weights.weight_block import WeightHandle, WeightTransfer
 from turnwise.types import (
     ClientCapabilities,
     ModelError,
@@ -59,23 +55,6 @@ from turnwise.types import (
     Tokenizer,
 )
 from turnwise.utils.threads import to_thread
-
-
-@dataclass(slots=True)
-class _ServedPolicy:
-    """A policy of a server, as its client describes it.
-
-    ``base_shapes`` and ``adapter_shapes`` must fit its weights; both are empty for a policy that takes no weights.
-    ``served`` is the server's name for it, ``None`` for the server's own model.
-    """
-
-    served: str | None = None
-    config: Any = None
-    dtype: str = ""
-    base_shapes: dict[str, Tensor] = field(default_factory=dict)
-    adapter_shapes: dict[str, Tensor] = field(default_factory=dict)
-    adapter: AdapterFiles | None = None
-    version: int = 0
 
 
 class VLLMServerClient(GatedScoringClient):
@@ -138,8 +117,8 @@ class VLLMServerClient(GatedScoringClient):
         self._endpoint = server if isinstance(server, Endpoint) else Endpoint(server)
         named = isinstance(transfer, str)
         self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
-        self._policies, base = _describe(models, place, self._mark)
-        self._server = RemoteServer(self._endpoint, self._mark, in_flight, tokens_of(tokenizer) or math.inf)
+        self._policies, base = describe_policies(models, place, self._mark)
+        self._server = RemoteServer(self._endpoint, self._mark, in_flight, count_tokens(tokenizer) or math.inf)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
         self._synced = False  # True once the server has received this client's weights
@@ -161,7 +140,7 @@ class VLLMServerClient(GatedScoringClient):
         shapes are checked before anything is sent. If an update fails, the client raises ``ModelError``, and samples
         nothing until a later call succeeds.
         """
-        state = policy_of(self._policies, policy)
+        state = find_policy(self._policies, policy)
         if self._closed:
             raise ModelError("the client is closed")
         if not state.base_shapes:
@@ -173,7 +152,7 @@ class VLLMServerClient(GatedScoringClient):
 
     def version(self, policy: str) -> int:
         """The version of the weights that ``policy`` samples with."""
-        return policy_of(self._policies, policy).version
+        return find_policy(self._policies, policy).version
 
     @property
     def ready(self) -> bool:
@@ -220,7 +199,7 @@ class VLLMServerClient(GatedScoringClient):
 
     # -- requests, in the endpoint's thread ----------------------------------------------------------------------------
     def _check(self, request: ModelRequest) -> None:
-        policy_of(self._policies, request.policy)
+        find_policy(self._policies, request.policy)
         check_sampling_by_vllm(request.sampling)
         if request.scored_token_ids is not None and request.sampling.temperature != 1:
             raise ValueError(
@@ -270,10 +249,10 @@ class VLLMServerClient(GatedScoringClient):
         completion = read_completion(content, self._server.where, limit, info.vocabulary)
         if request.sampling.grammar is not None:  # in a dead end vLLM samples the end of the sequence
             await to_thread(check_end, self._tokenizer, request.sampling.grammar, completion.token_ids)
-        versions = self._versions_of(request.policy, completion)
+        versions = self._read_versions(request.policy, completion)
         if versions is None:
             await self._wait_for_update()
-            versions = self._versions_of(request.policy, completion)
+            versions = self._read_versions(request.policy, completion)
         if versions is None:
             raise EndpointError(f"{self._server.where} answered with weights that were not sent to it", retryable=True)
         if request.scored_token_ids is not None:
@@ -291,7 +270,7 @@ class VLLMServerClient(GatedScoringClient):
     async def _wait_for_update(self) -> None:
         """Return once this client knows the server's weights, if another client sends them."""
 
-    def _versions_of(self, policy: str, completion: ServerCompletion) -> PolicyVersions | None:
+    def _read_versions(self, policy: str, completion: ServerCompletion) -> PolicyVersions | None:
         """Convert labels to runs of ``policy``'s versions. ``None`` if a label is not from this client."""
         if not self._sends:
             return [(len(completion.token_ids), 0)]
@@ -400,52 +379,3 @@ PEAKS = ("running", "waiting", "kv_cache_use")
 
 LOAD_SECONDS = 5.0
 """The most seconds in which a server must report its engine's load."""
-
-
-def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> WeightTransfer:
-    """Make the transfer ``name`` to the servers at ``urls``, with ``folder`` as in :class:`VLLMServerClient`."""
-    if folder is not None and name not in ("auto", "safetensors", "gloo", "nccl"):
-        raise ValueError(
-            f"transfer={name!r}: expected 'auto', 'safetensors', 'gloo' or 'nccl' with folder={str(folder)!r}"
-        )
-    if folder is not None and name in ("auto", "safetensors"):
-        return SafetensorsTransfer(folder)
-    hosts = [urlsplit(url).hostname or "" for url in urls]
-    others = [host for host in hosts if not is_loopback(host)]
-    if name == "auto" and others:
-        name = "gloo"
-    # The address towards another host is one that this host's own servers reach too.
-    return make_transfer(name, address_towards([*others, *hosts][0]) if name in ("gloo", "nccl") else LOOPBACK)
-
-
-def _describe(models: Mapping[str, Any], folder: Path, mark: str) -> tuple[dict[str, _ServedPolicy], dict[str, Tensor]]:
-    """Describe the policies of ``models``, and write their adapters to files below ``place``, in folders with ``mark``.
-
-    Also returns the weights of their common base. Raises ``ValueError`` for more than one base.
-    """
-    policies: dict[str, _ServedPolicy] = {}
-    bases: dict[int, dict[str, Tensor]] = {}
-    shapes: dict[int, dict[str, Tensor]] = {}
-    for name, model in models.items():
-        if not isinstance(model, nn.Module):
-            policies[name] = _ServedPolicy(served=model)
-            continue
-        plain: Any = model.shared.model if isinstance(model, AdaptedModel) else model
-        if id(plain) not in bases:
-            bases[id(plain)] = full_weights(model)
-            shapes[id(plain)] = shapes_of(bases[id(plain)])
-        dtype = next(tensor.dtype for tensor in bases[id(plain)].values() if tensor.is_floating_point())
-        state = policies[name] = _ServedPolicy(None, plain.config.get_text_config(), str(dtype).removeprefix("torch."))
-        state.base_shapes = shapes[id(plain)]
-        if isinstance(model, AdaptedModel) and model.name is not None:
-            state.served = f"{name}-{mark}"
-            state.adapter_shapes = shapes_of(model.state_dict())
-            state.adapter = AdapterFiles(state.served, folder / f"{name}-{mark}", model.shared.configs[model.name])
-            state.adapter.write(model.state_dict())
-    if len(bases) > 1:
-        names = [name for name, policy in policies.items() if policy.base_shapes]
-        raise ValueError(
-            f"policies {', '.join(map(repr, names))} have {len(bases)} bases: expected one per server. Give each "
-            "base a server and a client, and join them by a RoutingClient"
-        )
-    return policies, next(iter(bases.values()), {})

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from turnwise.inference.common.http import EndpointError
-from turnwise.inference.common.routed_experts import experts_of
+from turnwise.inference.common.routed_experts import find_experts
 from turnwise.inference.pool.client import PoolClient
 from turnwise.inference.routing import RoutingClient
 from turnwise.inference.server.client import VLLMServerClient
@@ -97,10 +97,10 @@ class VLLMClient(RoutingClient):
         if grammars:
             args["structured_outputs_config"] = {"backend": "guidance"}  # llguidance, which the trainer uses too
         args |= engine_args or {}
-        shared = {"max_num_seqs": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": args}
+        shared = {"max_batch_size": max_num_seqs, "kv_cache_gb": kv_cache_gb, "engine_args": args}
         groups = _by_base(models)
         configs = [next(iter(group.values())).config.get_text_config() for group in groups]
-        routed = [routed_experts and experts_of(config) is not None for config in configs]
+        routed = [routed_experts and find_experts(config) is not None for config in configs]
         self.servers = [
             _server(group, Path(self._folder.name) / str(number), shared, None if logs is None else Path(logs), returns)
             for number, (group, returns) in enumerate(zip(groups, routed, strict=True))

@@ -22,10 +22,13 @@ RESERVED = {
 """Options of vLLM's server that :class:`ServeSettings` decides."""
 
 OF_ENGINE: dict[str, dict[str, Any]] = {
-    "vllm": {"kv_cache_gb": 1.0, "max_num_seqs": 256},
-    "transformers": {"max_batch_rows": 512},
+    "vllm": {"kv_cache_gb": 1.0},
+    "transformers": {},
 }
 """Settings that only one of the engines takes, and their defaults."""
+
+BATCH_SIZES = {"vllm": 256, "transformers": 512}
+"""The default of ``max_batch_size`` for each engine."""
 
 RETURN_EXPERTS = "enable_return_routed_experts"
 """Name in ``engine_args``: answers have the experts that a mixture of experts chose."""
@@ -75,10 +78,9 @@ class ServeSettings:
     """Start with random weights, for a client that sends its own. ``model`` then needs no weights."""
 
     kv_cache_gb: float = 1.0
-    max_num_seqs: int = 256
-    max_batch_rows: int = 512
-    """The most completions that the transformers engine computes at the same time. With 1 an answer does not depend on
-    its batch."""
+    max_batch_size: int | None = None
+    """The most completions at the same time; by default that of the engine in :data:`BATCH_SIZES`. With 1 an answer of
+    the transformers engine does not depend on its batch."""
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further options of vLLM's server, such as ``dtype`` (by default the dtype of the model's files). The transformers
@@ -99,9 +101,10 @@ class ServeSettings:
             for name, default in only.items():
                 if engine != self.engine and getattr(self, name) != default:
                     raise ValueError(f"{name}={getattr(self, name)!r}: expected engine={engine!r}, got {self.engine!r}")
-        for name in ("kv_cache_gb", "max_num_seqs", "max_batch_rows", "start_timeout", "adapter_rank"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected more than 0")
+        for name in ("kv_cache_gb", "max_batch_size", "start_timeout", "adapter_rank"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}: expected more than 0")
         for name in ("restarts", "adapter_slots"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a count >= 0")
@@ -121,6 +124,11 @@ class ServeSettings:
             if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
                 raise ValueError(f"allowed_hosts: {name!r}: expected a host's name without a port, such as 'gpu1'")
 
+    @property
+    def batch_size(self) -> int:
+        """The most completions at the same time."""
+        return BATCH_SIZES[self.engine] if self.max_batch_size is None else self.max_batch_size
+
 
 def server_command(settings: ServeSettings, port: int) -> list[str]:
     """The command that starts the server of ``settings``."""
@@ -129,7 +137,7 @@ def server_command(settings: ServeSettings, port: int) -> list[str]:
 
 def _transformers_command(settings: ServeSettings, port: int) -> list[str]:
     aiohttp_or_raise()
-    names = ("model", "host", "engine", "max_batch_rows", "dummy_weights", "adapter_slots", "adapter_rank")
+    names = ("model", "host", "engine", "max_batch_size", "dummy_weights", "adapter_slots", "adapter_rank")
     given = {name: getattr(settings, name) for name in names}
     adapters = {name: str(folder) for name, folder in settings.adapters.items()}
     options = json.dumps({**given, "port": port, "adapters": adapters, "engine_args": dict(settings.engine_args)})
@@ -155,7 +163,7 @@ def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
         "async_scheduling": False,  # a token computed while weights change would belong to neither version
         "worker_extension_cls": EXTENSION,
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),
-        "max_num_seqs": settings.max_num_seqs,
+        "max_num_seqs": settings.batch_size,
         **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
         **({"load_format": "dummy"} if settings.dummy_weights else {}),
         "disable_uvicorn_access_log": True,

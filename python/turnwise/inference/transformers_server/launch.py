@@ -66,7 +66,7 @@ async def serve(settings: ServeSettings) -> None:
     from turnwise.inference.transformers_server.routes import Routes
 
     options: dict[str, Any] = {"adapter_slots": settings.adapter_slots, "adapter_rank": settings.adapter_rank}
-    options |= {"max_batch_rows": settings.max_batch_rows}
+    options |= {"max_batch_rows": settings.batch_size}
     options |= {"routed_experts": bool(settings.engine_args.get(RETURN_EXPERTS))}
     engine = TransformersEngine(build_model(settings), settings.model, **options)
     for name, folder in settings.adapters.items():

@@ -9,10 +9,8 @@ and the *epoch* grows by one.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import secrets
-import socket
 import threading
 import time
 import warnings
@@ -20,14 +18,15 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from turnwise.inference.weights.entrance import Entrance, Peer
 from turnwise.inference.weights.group import NUMBER_BYTES, BroadcastGroup, GroupFailed, GroupStore, Progress, TorchStore
-from turnwise.inference.weights.wire import Frame, Wire, WrongKey, admit, proof_of
+from turnwise.inference.weights.wire import Frame, prove
 
 QUIET_SECONDS = 0.25
 """Seconds without another receiver after which a round begins, if no other is expected."""
@@ -40,12 +39,6 @@ GRACE_SECONDS = 0.5
 
 ATTEMPTS = 3
 """Groups of the same receivers that may fail until each receiver gets the weights alone."""
-
-MAX_HANDSHAKES = 64
-"""The most connections at the same time that have not yet proved that they know the key; the oldest gives way."""
-
-MAX_REFUSALS = 10
-"""Refused connections that are shown."""
 
 CHUNK = 2**24
 """Bytes that go to a single receiver at once."""
@@ -60,35 +53,18 @@ class TransferLimits:
     gather: float
 
 
-@dataclass(eq=False, slots=True)
-class Peer:
-    """A receiver that knows the key. ``wants`` and ``took`` are numbers of weights, 0 for none."""
-
-    wire: Wire
-    wants: int = 0
-    took: int = 0
-    sending: int = 0
-    """The weights that it was sent alone, until it reports that they arrived."""
-    streaming: bool = False
-    report: Frame = field(default_factory=dict)
-    """Its last report about the group of the epoch."""
-    lost: bool = False
-
-
 class BroadcastLost(Exception):
     """Raised with the reason if a round ends early."""
 
 
 class Hub:
-    """The listener of a sender, its receivers, and the thread that serves them in rounds.
+    """The receivers of a sender, and the thread that serves them in rounds.
 
     It holds no reference to the transfer, so that a transfer without users ends the hub.
     """
 
     def __init__(self, backend: str, host: str, key: str, mark: str, limits: TransferLimits) -> None:
         self._backend, self._host, self._key, self._mark, self._limits = backend, host, key, mark, limits
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.port = self._listener.getsockname()[1]
         self.counts: Counter[str] = Counter(epoch=0, in_groups=0, alone=0, lost=0)
         self._changed = threading.Condition()  # guards what follows
         self._peers: list[Peer] = []
@@ -99,14 +75,12 @@ class Hub:
         self._in_round = False
         self._replaced = self._closed = False
         self._last_asked, self._expected = 0.0, 0
-        self._strangers: dict[socket.socket, None] = {}  # that have proved nothing yet, the oldest first
-        self._is_full = False
-        self._refused = 0
         self._store: GroupStore = GroupStore()
         self._group: BroadcastGroup | None = None
         self._in_group: list[Peer] = []
-        for work in (self._listen, self._serve):
-            threading.Thread(target=work, name="turnwise-publish", daemon=True).start()
+        self._entrance = Entrance(host, key, mark, limits.deadline, self._receive)
+        self.port = self._entrance.port
+        threading.Thread(target=self._serve, name="turnwise-publish", daemon=True).start()
 
     @contextmanager
     def replacing(self) -> Iterator[Callable[[Tensor, int], None]]:
@@ -146,74 +120,25 @@ class Hub:
             self._closed = True
             peers, self._peers = self._peers, []
             self._changed.notify_all()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
+        self._entrance.close()
         for peer in peers:
             peer.wire.cut()
 
     # -- the receivers, each in its own thread -------------------------------------------------------------------------
-    def _listen(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if self._closed:
-                    return
-                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._is_full:
-                    self._is_full = True
-                    warnings.warn(f"receivers of weights wait: {error}", stacklevel=2)
-                time.sleep(0.1)  # or a connection that was reset at once
-                continue
-            with self._changed:
-                if len(self._strangers) >= MAX_HANDSHAKES:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    with suppress(OSError):
-                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-                self._strangers[connection] = None
-            try:
-                threading.Thread(
-                    target=self._receive, args=(connection,), name="turnwise-receiver", daemon=True
-                ).start()
-            except RuntimeError as error:  # no thread is left
-                self._refuse(connection, f"a receiver of weights could not be served: {error}")
-
-    def _receive(self, connection: socket.socket) -> None:
-        """Admit a receiver, and listen to it until it ends."""
-        try:
-            wire = admit(connection, self._key, self._mark)
-            wire.limit_writes(self._limits.deadline)
-        except Exception as error:  # whatever a stranger sent
-            stranger = "" if isinstance(error, WrongKey) else "a connection is not that of a receiver of weights: "
-            self._refuse(connection, f"{stranger}{error}")
-            return
-        with self._changed:
-            self._strangers.pop(connection, None)
-        peer = Peer(wire)
+    def _receive(self, peer: Peer) -> None:
+        """Listen to a receiver that knows the key, until it ends."""
         with self._changed:
             if self._closed:
-                wire.close()
+                peer.wire.close()
                 return
             self._peers.append(peer)
         try:
             while True:
-                self._handle(peer, wire.receive())
+                self._handle(peer, peer.wire.receive())
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._lose(peer, str(error), leaves=isinstance(error, OSError))
         finally:
-            wire.close()
-
-    def _refuse(self, connection: socket.socket, reason: str) -> None:
-        """Close a stranger's connection. The first few are shown, as each could else be a line of the log."""
-        connection.close()
-        with self._changed:
-            self._strangers.pop(connection, None)
-            self._refused += 1
-            count = self._refused
-        if count <= MAX_REFUSALS:
-            last = "" if count < MAX_REFUSALS else "; further ones are not shown"
-            warnings.warn(f"{reason}{last}", stacklevel=2)
+            peer.wire.close()
 
     def _handle(self, peer: Peer, frame: Frame) -> None:
         if "ask" in frame:
@@ -399,7 +324,7 @@ class Hub:
         group.rehearse(number, check)
         wait_for("ready")
         for rank, peer in enumerate(peers, 1):
-            if peer.report.get("proof") != proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()):
+            if peer.report.get("proof") != prove(self._key, "rehearsal", self._mark, epoch, rank, number.hex()):
                 raise BroadcastLost(f"{peer.wire.there} proved another number than the one that was broadcast")
         deadline.restart()
         for peer in peers:

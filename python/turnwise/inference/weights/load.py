@@ -53,11 +53,11 @@ def check_weights(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], 
     if unknown := [name for name in sources if name not in targets]:
         close = difflib.get_close_matches(unknown[0], targets, n=1, cutoff=0.0)
         nearest = f"; nearest to {unknown[0]!r} is {close[0]!r}" if close else ": it has no weights of its own"
-        raise ValueError(f"weights for policy {policy!r}: {_some(unknown)} unknown{nearest}")
+        raise ValueError(f"weights for policy {policy!r}: {_first_names(unknown)} unknown{nearest}")
     # Tied tensors share their storage, so one of their names is enough for all.
     given = {storage_key(targets[name]) for name in sources}
     if missing := [name for name, target in targets.items() if storage_key(target) not in given]:
-        raise ValueError(f"weights for policy {policy!r}: {_some(missing)} missing, {len(sources)} given")
+        raise ValueError(f"weights for policy {policy!r}: {_first_names(missing)} missing, {len(sources)} given")
     for name, source in sources.items():
         if source.shape != targets[name].shape:
             raise ValueError(
@@ -68,7 +68,7 @@ def check_weights(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], 
             check_memory({name: source})
 
 
-def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_meta(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``weights`` as meta tensors, for :func:`check_weights`. Tied ones stay tied."""
     check_memory(weights)
     meta: dict[Any, Tensor] = {}
@@ -78,7 +78,7 @@ def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: meta[storage_key(tensor)] for name, tensor in weights.items()}
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:3]))
     return (
         f"{shown} and {len(names) - 3} more are" if len(names) > 3 else f"{shown} {'is' if len(names) == 1 else 'are'}"

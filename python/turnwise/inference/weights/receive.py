@@ -17,7 +17,7 @@ from torch import Tensor
 
 from turnwise.inference.weights.group import BroadcastGroup, GroupFailed, TorchStore
 from turnwise.inference.weights.weight_block import TransferError, WeightHandle, read_weights
-from turnwise.inference.weights.wire import Frame, join, proof_of, receiver_key
+from turnwise.inference.weights.wire import Frame, join, prove, receiver_key
 
 PATIENCE = 300.0
 """The most seconds in which a waiting receiver gets no frame from its sender."""
@@ -33,7 +33,7 @@ class Receiver:
         self.sender = f"{host}:{port}"
         self._mark, self._key = mark, key
         self._wire = join(host, port, key, mark)
-        self._device = device_of(kind)
+        self._device = choose_device(kind)
         self._reading = threading.Lock()
         self._orders: deque[Frame] = deque()
         self._answers: dict[int, Any] = {}
@@ -90,7 +90,7 @@ class Receiver:
         # A new block each time: a broadcast of a group that failed may still write into the one before.
         block = torch.empty(size, dtype=torch.uint8, device=self._device)
         number = self._group.rehearse(None, check)
-        self._wire.send(ready=epoch, proof=proof_of(self._key, "rehearsal", self._mark, epoch, rank, number.hex()))
+        self._wire.send(ready=epoch, proof=prove(self._key, "rehearsal", self._mark, epoch, rank, number.hex()))
         until = time.monotonic() + PATIENCE
         while not any(order.get("go") == epoch for order in self._orders):
             check()
@@ -153,7 +153,7 @@ class Receiver:
         return block.to(self._device)
 
 
-def device_of(kind: str) -> torch.device:
+def choose_device(kind: str) -> torch.device:
     """The device on which weights of a handle of this ``kind`` arrive."""
     return torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
 

@@ -15,49 +15,36 @@ import secrets
 import stat
 import sys
 import tempfile
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
+from turnwise.inference.common.proxies import is_loopback
 from turnwise.inference.weights.publish import CollectiveTransfer
 from turnwise.inference.weights.receive import open_group
 from turnwise.inference.weights.weight_block import (
     BlockWriter,
     TransferError,
     WeightHandle,
+    WeightTransfer,
     check_block,
+    checksum,
     new_block,
     plan_layout,
     read_weights,
     storage_key,
-    sums_of,
 )
-from turnwise.inference.weights.wire import LOOPBACK
+from turnwise.inference.weights.wire import LOOPBACK, address_towards
 from turnwise.utils.files import replacement
 
 _HAS_MEMORY = hasattr(os, "memfd_create")
-
-
-class WeightTransfer(Protocol):
-    """The trainer's side. One sender holds one set of weights; ``send`` replaces the previous set."""
-
-    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Store ``weights`` (any dtype, device and strides; tied ones once), and return their handle.
-
-        Raises :class:`TransferError` if there is no room. The previous weights may then be lost too.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the memory or files of the weights. May be called again."""
-        ...
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------
@@ -177,7 +164,7 @@ class SafetensorsTransfer:
         self._remove = weakref.finalize(self, path.unlink, missing_ok=True)
         return {
             "kind": "safetensors", "path": str(path), "mark": self._mark, "sequence": self._sequence, "bytes": size,
-            "sums": sums_of(weights),
+            "sums": checksum(weights),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -288,72 +275,6 @@ class AutomaticTransfer:
         self._transfer.close()
 
 
-class SharedTransfer:
-    """Lends one transfer to several clients that send the same weights, so that this host holds them once.
-
-    It is ``closed`` once all clients have closed theirs. Weights that a client sends must not change while others send
-    them, as :class:`PoolClient`'s copies don't.
-    """
-
-    def __init__(self, transfer: WeightTransfer) -> None:
-        self._transfer, self._lent = transfer, 0
-        self.closed = False
-        self._lock = threading.Lock()
-        self._weights: dict[str, Tensor] = {}  # kept, so that no others take their addresses
-        self._handle: dict[str, Any] = {}
-
-    def lend(self, joins: bool = False) -> WeightTransfer:
-        """Return the transfer for one client. The last client that closes its own closes the shared one.
-
-        A client that ``joins`` others starts with the weights that they were sent last. Its own first weights take no
-        room, and do not replace theirs.
-        """
-        self._lent += 1
-        if isinstance(self._transfer, CollectiveTransfer):
-            self._transfer.expect(self._lent)
-        return _LentTransfer(self, joins)
-
-    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Store ``weights``, unless they are stored already, and return their handle."""
-        with self._lock:
-            keys = {name: storage_key(tensor) for name, tensor in weights.items()}
-            if not self._handle or keys != {name: storage_key(tensor) for name, tensor in self._weights.items()}:
-                self._handle = {}
-                self._handle, self._weights = self._transfer.send(weights), dict(weights)
-            return self._handle
-
-    def latest(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the handle of the stored weights. Stores ``weights`` if those have other names or don't exist."""
-        with self._lock:
-            if self._handle and self._weights.keys() == weights.keys():
-                return self._handle
-        return self.send(weights)
-
-    def give_back(self) -> None:
-        """Count one client fewer."""
-        with self._lock:
-            self._lent -= 1
-            if not self._lent:
-                self.closed = True
-                self._transfer.close()
-                self._handle, self._weights = {}, {}
-
-
-class _LentTransfer:
-    def __init__(self, shared: SharedTransfer, joins: bool) -> None:
-        self._shared, self._joins = shared, joins
-        self._give_back: Callable[[], None] | None = shared.give_back
-
-    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        first, self._joins = self._joins, False
-        return self._shared.latest(weights) if first else self._shared.send(weights)
-
-    def close(self) -> None:
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
-
-
 TRANSFERS: dict[str, Callable[[str], WeightTransfer]] = {
     "auto": lambda host: AutomaticTransfer(),
     "shared_memory": lambda host: SharedMemoryTransfer(),
@@ -391,6 +312,22 @@ def make_transfer(name: str, host: str = LOOPBACK) -> WeightTransfer:
     return TRANSFERS[name](host)
 
 
+def transfer_to(urls: Sequence[str], name: str, folder: str | Path | None) -> WeightTransfer:
+    """Make the transfer ``name`` to the servers at ``urls``, with ``folder`` for weights that travel as files."""
+    if folder is not None and name not in ("auto", "safetensors", "gloo", "nccl"):
+        raise ValueError(
+            f"transfer={name!r}: expected 'auto', 'safetensors', 'gloo' or 'nccl' with folder={str(folder)!r}"
+        )
+    if folder is not None and name in ("auto", "safetensors"):
+        return SafetensorsTransfer(folder)
+    hosts = [urlsplit(url).hostname or "" for url in urls]
+    others = [host for host in hosts if not is_loopback(host)]
+    if name == "auto" and others:
+        name = "gloo"
+    # The address towards another host is one that this host's own servers reach too.
+    return make_transfer(name, address_towards([*others, *hosts][0]) if name in ("gloo", "nccl") else LOOPBACK)
+
+
 # -- the receiver's side -----------------------------------------------------------------------------------------------
 @contextmanager
 def open_weights(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
@@ -410,6 +347,6 @@ def open_weights(handle: WeightHandle) -> Iterator[dict[str, Tensor]]:
                 f"the handle has {name}={handle.get(name)!r}: expected {type_.__name__}, as `send` makes it"
             )
     with _OPENERS[kind](handle) as weights:
-        if sums_of(weights) != handle["sums"]:
+        if checksum(weights) != handle["sums"]:
             raise TransferError("the weights that arrived have other sums than those that were sent")
         yield weights

@@ -11,7 +11,7 @@ import json
 import secrets
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,21 @@ WeightHandle = Mapping[str, Any]
 
 class TransferError(RuntimeError):
     """Raised if weights can't be stored, or if a handle's weights are not those that its sender stored."""
+
+
+class WeightTransfer(Protocol):
+    """The trainer's side. One sender holds one set of weights; ``send`` replaces the previous set."""
+
+    def send(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Store ``weights`` (any dtype, device and strides; tied ones once), and return their handle.
+
+        Raises :class:`TransferError` if there is no room. The previous weights may then be lost too.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the memory or files of the weights. May be called again."""
+        ...
 
 
 class BlockWriter:
@@ -61,7 +76,7 @@ class BlockWriter:
         if block.is_cuda:
             torch.cuda.synchronize(block.device)  # other processes don't wait for this one's streams
         _write_bytes(block, 0, self._header(self.sequence, len(text), size))
-        return {"mark": self.mark, "sequence": self.sequence, "bytes": size, "sums": sums_of(weights)}
+        return {"mark": self.mark, "sequence": self.sequence, "bytes": size, "sums": checksum(weights)}
 
     def _header(self, sequence: int, index_bytes: int, size: int) -> bytes:
         return _HEADER.pack(_MAGIC, self.mark.encode(), sequence, index_bytes, size)
@@ -94,7 +109,7 @@ def check_block(block: Tensor, handle: WeightHandle) -> None:
         raise TransferError(f"the memory of weights number {handle['sequence']} holds {state} by now")
 
 
-def sums_of(weights: Mapping[str, Tensor]) -> str:
+def checksum(weights: Mapping[str, Tensor]) -> str:
     """Return a digest of the names, dtypes, shapes and sums of ``weights``. A change of any one bit changes it.
 
     The sum of a tensor is that of its bytes as 64-bit words, at the speed of memory on any device.

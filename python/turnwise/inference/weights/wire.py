@@ -151,7 +151,7 @@ def receiver_key(in_handle: str) -> str:
     return key
 
 
-def proof_of(key: str, *values: Any) -> str:
+def prove(key: str, *values: Any) -> str:
     """The HMAC of ``values``, which only a process with ``key`` can make."""
     return hmac.new(key.encode(), json.dumps(values).encode(), hashlib.sha256).hexdigest()
 
@@ -171,10 +171,10 @@ def admit(connection: socket.socket, key: str, mark: str) -> Wire:
     wire.send(turnwise=PROTOCOL, number=ours)
     answer = wire.receive(HANDSHAKE_SECONDS, MAX_HANDSHAKE_BYTES)
     theirs, proof = str(answer.get("number")), str(answer.get("proof"))
-    if not _is_equal(proof, proof_of(key, "receiver", mark, ours, theirs)):
+    if not _is_equal(proof, prove(key, "receiver", mark, ours, theirs)):
         wire.send(refused="it does not have the sender's key")
         raise WrongKey(f"{wire.there} asked for weights with a wrong key")
-    wire.send(proof=proof_of(key, "sender", mark, ours, theirs))
+    wire.send(proof=prove(key, "sender", mark, ours, theirs))
     return wire
 
 
@@ -186,9 +186,9 @@ def join(host: str, port: int, key: str, mark: str) -> Wire:
         if theirs.get("turnwise") != PROTOCOL:
             raise OSError(f"it speaks {theirs.get('turnwise')!r}: expected {PROTOCOL}, that of this turnwise")
         number, ours = str(theirs.get("number")), secrets.token_hex(16)
-        wire.send(number=ours, proof=proof_of(key, "receiver", mark, number, ours))
+        wire.send(number=ours, proof=prove(key, "receiver", mark, number, ours))
         answer = wire.receive(HANDSHAKE_SECONDS, MAX_HANDSHAKE_BYTES)
-        expected = proof_of(key, "sender", mark, number, ours)
+        expected = prove(key, "sender", mark, number, ours)
         if "refused" in answer or not _is_equal(str(answer.get("proof")), expected):
             raise WrongKey(
                 f"the key of this process is not that of the sender of weights at {host}:{port}: it comes from the "

@@ -1,7 +1,6 @@
 """A gateway: agents of any framework call models by a base URL, and their calls become token-exact training samples.
 
-Read in this order: settings, models, constrained, calls, session, children, server, gateway, episode, process, replay,
-task, remote.
+Read in this order: settings, wire, models, sessions, service, gateway, episode, process, replay, task, remote.
 May import: types, utils, state, chat, arena, tasks, inference, inference.common, train.
 """
 
@@ -10,7 +9,7 @@ from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import ChildModel, Model
 from turnwise.integrations.gateway.process import Container, ProcessEpisode
 from turnwise.integrations.gateway.replay import AgentReplayError, ReplayedEpisode
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
 
 __all__ = [

@@ -17,7 +17,7 @@ from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.inference.common.proxies import proxy_variables
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import Model
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.state import to_python
 from turnwise.types import EpisodeState, GenerateResult
 from turnwise.types.protocols import ArenaForHooks
@@ -71,7 +71,7 @@ class GatewayEpisode(Episode):
                 raise
         state.data["result"] = context.without_secrets(result)
         if self._reports:
-            state.data["rewards"] = rewards_of(result, self.actors, session.called(), session.paid_apart())
+            state.data["rewards"] = read_rewards(result, self.actors, session.called(), session.paid_apart())
         state.done = True
         return state
 
@@ -138,7 +138,7 @@ async def call_agent(agent: Agent, question: Any, models: Mapping[str, Model], t
         raise CallTimeoutError(f"the agent took longer than timeout={timeout:g} s ({error})") from None
 
 
-def rewards_of(
+def read_rewards(
     result: Any, actors: Sequence[str], called: Sequence[str], paid_apart: Sequence[str] = ()
 ) -> dict[str, float]:
     """Return the rewards by actor that an agent reported. Raises ``ValueError`` or ``TypeError`` for anything else.

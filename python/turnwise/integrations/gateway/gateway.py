@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from turnwise.inference.common.proxies import LOOPBACK, bypass_proxies
-from turnwise.integrations.gateway.children import ChildSession
 from turnwise.integrations.gateway.models import disable_agents_tracing
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.children import ChildSession
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.types.protocols import ArenaForHooks
 
 if TYPE_CHECKING:
-    from turnwise.integrations.gateway.server import GatewayServer
+    from turnwise.integrations.gateway.service.server import GatewayServer
 
 REMEMBERED = 1000
 """Number of ended sessions that are remembered. Their late calls get the reason of the end as the answer."""
@@ -123,7 +123,7 @@ class Gateway:
 
     async def _start(self, before: asyncio.Task[None] | None) -> GatewayServer:
         try:
-            from turnwise.integrations.gateway.server import GatewayServer
+            from turnwise.integrations.gateway.service.server import GatewayServer
         except ImportError as error:
             raise ImportError("the gateway needs aiohttp: pip install 'turnwise[gateway]'") from error
         if before is not None:

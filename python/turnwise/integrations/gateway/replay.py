@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from turnwise.arena import MultiTurnEpisode, Rubric, TreeSampler
 from turnwise.arena.runtime.context import require_context
-from turnwise.integrations.gateway.calls import Attempt, GatewayCall
-from turnwise.integrations.gateway.episode import Agent, call_agent, reported_reward, rewards_of
+from turnwise.integrations.gateway.episode import Agent, call_agent, read_rewards, reported_reward
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import ChildModel
-from turnwise.integrations.gateway.session import GatewaySession, Seat
-from turnwise.integrations.gateway.wire.ask import Answered, Ask, unsupported
+from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt, GatewayCall
+from turnwise.integrations.gateway.sessions.session import GatewaySession
+from turnwise.integrations.gateway.wire.request import CompletedRequest, ParsedRequest, unsupported
 from turnwise.state import to_python
 from turnwise.types import EpisodeState, Messages, ModelResponse
 from turnwise.types.protocols import ArenaForHooks
@@ -32,8 +32,8 @@ class RecordedAnswer:
     """One call of the record: what the actor was asked, and the answer to it."""
 
     actor: str
-    ask: Ask
-    answered: Answered
+    request: ParsedRequest
+    completed: CompletedRequest
     prompt_ids: tuple[int, ...]
 
 
@@ -46,29 +46,29 @@ class ReplaySession(GatewaySession):
         gateway = episode.gateway
         super().__init__(episode.actors, arena, gateway.settings)
         self._left = list(record)
-        self.pending: tuple[str, Ask] | None = None
+        self.pending: tuple[str, ParsedRequest] | None = None
         self.stopped = asyncio.Event()
         """Set by the first call that is not in the record, and by one that differs from it."""
 
-    def start(self, seat: Seat, ask: Ask, attempt: Attempt | None) -> GatewayCall:
-        if ask.n != 1:
+    def start(self, endpoint: ActorEndpoint, request: ParsedRequest, attempt: Attempt | None) -> GatewayCall:
+        if request.n != 1:
             raise unsupported("n", "an agent that is branched asks for one choice at a time")
-        call = GatewayCall(seat.actor, seat.calls, ask, time.monotonic())
-        seat.calls += 1
+        call = GatewayCall(endpoint.actor, endpoint.calls, request, time.monotonic())
+        endpoint.calls += 1
         self.calls.append(call)
         # Parallel calls may arrive in another order, so any equal call of the record will do.
-        same = next((old for old in self._left if (old.actor, old.ask) == (seat.actor, ask)), None)
+        same = next((old for old in self._left if (old.actor, old.request) == (endpoint.actor, request)), None)
         if same is not None:
             self._left.remove(same)
-            self.keep(seat, ask, same.prompt_ids, same.answered.choices[0])
-            self.keep_id(seat, ask, same.answered)
-            call.task = asyncio.ensure_future(asyncio.sleep(0, same.answered))
+            self.answerer.remember(endpoint, request, same.prompt_ids, same.completed.choices[0])
+            self.answerer.remember_id(endpoint, request, same.completed)
+            call.task = asyncio.ensure_future(asyncio.sleep(0, same.completed))
             return call
         if self._left:
-            self.failure = AgentReplayError(_difference(len(self.calls) - 1, self._left[0], seat.actor, ask))
+            self.failure = AgentReplayError(_difference(len(self.calls) - 1, self._left[0], endpoint.actor, request))
             self.over = str(self.failure)
         elif self.pending is None:
-            self.pending = seat.actor, ask
+            self.pending = endpoint.actor, request
         self.stopped.set()
         call.task = asyncio.ensure_future(_never())
         return call
@@ -80,17 +80,17 @@ class ReplaySession(GatewaySession):
         """Count nothing: the calls were counted when they were sampled."""
 
 
-async def _never() -> Answered:
+async def _never() -> CompletedRequest:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-def _difference(number: int, old: RecordedAnswer, actor: str, ask: Ask) -> str:
+def _difference(number: int, old: RecordedAnswer, actor: str, request: ParsedRequest) -> str:
     text = f"call {number} differs when the agent runs again"
     if old.actor != actor:
         return f"{text}: it was of actor {old.actor!r}, and is of {actor!r}"
-    for field in dataclasses.fields(Ask):
-        before, now = getattr(old.ask, field.name), getattr(ask, field.name)
+    for field in dataclasses.fields(ParsedRequest):
+        before, now = getattr(old.request, field.name), getattr(request, field.name)
         if before != now:
             return f"{text}, in {field.name}: it was {str(before)[-200:]!r}, and is {str(now)[-200:]!r}"
     return text
@@ -143,19 +143,21 @@ class ReplayedEpisode(MultiTurnEpisode):
     ) -> ModelResponse:
         """Sample the pending call, as a session would."""
         state = require_context().state
-        actor, ask = self._pending(state)
+        actor, request = self._pending(state)
         session = GatewaySession(self.actors, arena, self.gateway.settings)
-        seat, turn = session.seats[actor], 0
+        endpoint, turn = session.endpoints[actor], 0
         for old in state.data["record"]:
             turn += old.actor == actor
-            [choice] = old.answered.choices
-            session.keep(session.seats[old.actor], dataclasses.replace(old.ask), old.prompt_ids, choice)
-        call = session.start(seat, dataclasses.replace(ask, turn=turn), None)
+            [choice] = old.completed.choices
+            session.answerer.remember(
+                session.endpoints[old.actor], dataclasses.replace(old.request), old.prompt_ids, choice
+            )
+        call = session.start(endpoint, dataclasses.replace(request, turn=turn), None)
         assert call.task is not None
-        answered = await call.task
+        completed = await call.task
         session.report()
-        [choice] = answered.choices
-        answer = RecordedAnswer(actor, ask, answered, tuple(choice.response.prompt_token_ids))
+        [choice] = completed.choices
+        answer = RecordedAnswer(actor, request, completed, tuple(choice.response.prompt_token_ids))
         state.data["record"] = (*state.data["record"], answer)
         return choice.response
 
@@ -170,7 +172,7 @@ class ReplayedEpisode(MultiTurnEpisode):
         extras = {**(result if isinstance(result, dict) else {}), "result": result}
         if self._reports:
             called = [answer.actor for answer in state.data["record"]]
-            extras["rewards"] = rewards_of(result, self.actors, list(dict.fromkeys(called)))
+            extras["rewards"] = read_rewards(result, self.actors, list(dict.fromkeys(called)))
         return extras
 
     async def _run_on(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> None:
@@ -193,5 +195,5 @@ class ReplayedEpisode(MultiTurnEpisode):
                 stopping.cancel()
                 await asyncio.wait([running, stopping], timeout=1.0)
 
-    def _pending(self, state: EpisodeState) -> tuple[str, Ask]:
+    def _pending(self, state: EpisodeState) -> tuple[str, ParsedRequest]:
         return state.data["pending"]

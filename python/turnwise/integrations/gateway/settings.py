@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from turnwise.utils.registry import did_you_mean
+from turnwise.utils.values import problem
 
 DEEPEST = 64
 """Most levels of sub-agents, which are levels of nested results too."""
@@ -76,7 +77,7 @@ class GatewaySettings:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {values}")
 
 
-def settings_of(given: Mapping[str, Any], also: Sequence[str] = ()) -> GatewaySettings:
+def read_settings(given: Mapping[str, Any], also: Sequence[str] = ()) -> GatewaySettings:
     """Return the settings of the config table ``[gateway]``.
 
     Raises ``ValueError`` for an unknown key, naming the nearest of the known ones and of those that the table may
@@ -86,5 +87,5 @@ def settings_of(given: Mapping[str, Any], also: Sequence[str] = ()) -> GatewaySe
     for name in given:
         if name not in names:
             near = did_you_mean(name, [*names, *also])
-            raise ValueError(f"config key 'gateway.{name}' = {given[name]!r}: unknown; {near}")
+            raise ValueError(problem(f"gateway.{name}", f"unknown; {near}", given[name]))
     return GatewaySettings(**given)

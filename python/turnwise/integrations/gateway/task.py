@@ -15,7 +15,7 @@ from turnwise.integrations.gateway.episode import AgentEpisode, reported_reward
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import ProcessEpisode
 from turnwise.integrations.gateway.replay import ReplayedEpisode
-from turnwise.integrations.gateway.settings import settings_of
+from turnwise.integrations.gateway.settings import read_settings
 from turnwise.tasks.own import OwnOptions, OwnTask, texts_in
 from turnwise.types import TaskCapabilities
 from turnwise.utils.files import PathText, read_json_lines
@@ -69,7 +69,7 @@ class GatewayTask(OwnTask):
         self.name = options.name  # type: ignore[misc]  # your own class names its task once
         given = dict(options.gateway)
         self._process = {name: given.pop(name) for name in _OF_PROCESS if name in given}
-        self.gateway = Gateway(settings_of(given, also=_OF_PROCESS))
+        self.gateway = Gateway(read_settings(given, also=_OF_PROCESS))
         self.is_process = self.name == PROCESS
         if self.is_process != ("command" in self._process):
             raise ValueError(

@@ -16,10 +16,10 @@ from verifiers.v1.interception import Interception, Slot
 from verifiers.v1.session import RolloutSession
 
 from turnwise.chat.messages import ChatError
-from turnwise.integrations.gateway.calls import GatewayCall
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.calls import GatewayCall
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from turnwise.integrations.gateway.wire.ask import WireError
+from turnwise.integrations.gateway.wire.request import WireError
 
 HERE = vf.TrainClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="TURNWISE_NO_KEY")
 """Represents the arena's model in verifiers' configs. Nothing connects to its URL. verifiers streams an answer of a
@@ -57,19 +57,19 @@ class ArenaClient(vf.Client):
         session, actor = self.sessions[session_id]
         try:
             # verifiers has already put the agent's own sampling into the body.
-            seat = session.seats[actor]
-            ask = wire.parse({**body, "stream": False}, seat.earlier)
-            call = session.start(seat, ask, None)
-            answered = await _answer(call)
+            endpoint = session.endpoints[actor]
+            request = wire.parse({**body, "stream": False}, endpoint.earlier)
+            call = session.start(endpoint, request, None)
+            completed = await _answer(call)
         except WireError as error:
             raise vf.ProviderError(error.message, status_code=error.status) from error
         except ChatError as error:
             raise vf.ProviderError(str(error), status_code=400) from error
-        raw = wire.answer(answered, ask, session.format)
+        raw = wire.answer(completed, request, session.format)
         response = dialect.parse_response(dialect.validate_response(raw))
         response.raw = raw
-        [choice], [step] = answered.choices, call.steps
-        step.info["trace"] = session_id
+        [choice], [step] = completed.choices, call.steps
+        step.facts.trace = session_id
         if choice.response.trainable:  # the tokens of a response that came as text are only a guess
             response.tokens = vf.TurnTokens(
                 prompt_ids=list(step.prompt_token_ids),

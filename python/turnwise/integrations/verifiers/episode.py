@@ -12,7 +12,7 @@ import verifiers.v1 as vf
 from turnwise.arena import Episode, Rubric
 from turnwise.arena.runtime.context import require_context
 from turnwise.integrations.gateway.episode import reported_reward
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.verifiers.client import CONTEXT, Serving
 from turnwise.state import to_python
@@ -94,16 +94,16 @@ def rewards_of(episode: vf.Episode, state: EpisodeState) -> dict[str, float]:
     counted = {trace.id: trace for trace in episode.traces if trace.ok and trace.agent.trainable}
     runs: dict[str, dict[str, float]] = {}
     for step in state.trajectory:
-        trace = counted.get(step.info.get("trace", ""))
+        trace = counted.get(step.facts.trace or "")
         if trace is None:
             step.trainable = False
-            step.info["error"] = "its run of the agent failed, was repeated or is not to be trained"
+            step.facts.error = "its run of the agent failed, was repeated or is not to be trained"
         else:
             runs.setdefault(str(step.actor_id), {})[trace.id] = float(trace.reward)
     for step in state.trajectory:
         rewards = runs.get(str(step.actor_id), {})
-        if step.trainable and len(rewards) > 1:
-            step.reward = rewards[step.info["trace"]]
+        if step.trainable and step.facts.trace is not None and len(rewards) > 1:
+            step.reward = rewards[step.facts.trace]
     return {actor: fmean(rewards.values()) for actor, rewards in runs.items()}
 
 

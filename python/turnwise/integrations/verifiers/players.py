@@ -14,7 +14,7 @@ from verifiers.v1.dialects import parse_message
 from verifiers.v1.dialects.chat import message_to_wire
 
 from turnwise.arena.runtime.context import require_context
-from turnwise.inference.common.base import ClientBase, policy_of
+from turnwise.inference.common.base import ClientBase, find_policy
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import FinishReason, Messages, ModelError, ModelRequest, ModelResponse
 
@@ -128,7 +128,7 @@ class Players(ClientBase):
 
     def version(self, policy: str) -> int:
         """Return 0. Raises ``ValueError`` for a policy that is no actor, such as a judge's."""
-        return policy_of(dict.fromkeys(self.actors, 0), policy)
+        return find_policy(dict.fromkeys(self.actors, 0), policy)
 
     async def pause(self) -> None:
         """Do nothing."""

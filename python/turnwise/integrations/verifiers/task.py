@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.integrations.gateway.settings import settings_of
+from turnwise.integrations.gateway.settings import read_settings
 from turnwise.tasks.own import OwnOptions, OwnTask
 from turnwise.tasks.questions import identity_of
 from turnwise.types import TaskCapabilities
@@ -64,7 +64,7 @@ class VerifiersTask(OwnTask):
         super().__init__(options)
         options = self.options
         self.name = options.name  # type: ignore[misc]  # your own class names its task once
-        self.settings = settings_of(options.gateway)
+        self.settings = read_settings(options.gateway)
         self.env = _env(options.name, options.env)
         self._tasks = list(self.env.taskset.take(options.size))
         self._places: dict[str, int] = {}

@@ -16,6 +16,7 @@ from turnwise.train.config.features import settings_of
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, same
 from turnwise.utils.files import KEY_VARIABLE, MEMBERS
+from turnwise.utils.values import problem
 from turnwise.workers.engines import engines_of
 from turnwise.workers.link import Members, WatchedMembers, fixed_members
 from turnwise.workers.messages import PROTOCOL, Setup
@@ -33,37 +34,13 @@ ROLLOUT_KEYS = (
 """Keys of ``[rollout]`` that determine an episode."""
 
 
-def worker_count(config: TrainConfig) -> int:
-    """Return the number of workers that ``config`` asks for; 0 plays the episodes in the process of the loop."""
-    arena = config.cluster.arena
-    return 0 if config.cluster.backend == "embedded" else max(arena.count, len(arena.addresses))
-
-
 def check_workers(config: TrainConfig, task: Task, arena: Arena) -> list[str]:
-    """Return one line for each setting of the run that its workers can't serve."""
-    count, workers = worker_count(config), "workers that play episodes"
-    lines = []
-    if config.checkpoint.save_running_episodes:
-        lines.append(
-            f"config key 'checkpoint.save_running_episodes' = true: expected false with {workers}, as only the process "
-            "of the loop writes into the run folder. A worker that dies plays its episodes again from their start"
-        )
-    limits = {"rollout.max_concurrency": config.rollout.max_concurrency}
-    limits |= {
-        f"rollout.max_concurrency_per_actor.{actor.id}": actor.max_concurrency
-        for actor in arena.actors.values()
-        if actor.max_concurrency is not None
-    }
-    lines += [
-        f"config key {key!r} = {limit}: expected at least {count}, as each of the {workers} gets an equal part"
-        for key, limit in limits.items()
-        if limit < count
-    ]
+    """Return one line for each store of the arena that workers can't share."""
+    lines, workers = [], "workers that play episodes"
     if config.loop.deterministic and config.loop.max_staleness and arena.stores:
-        lines.append(
-            f"config key 'loop.max_staleness' = {config.loop.max_staleness}: expected 0 with {workers} and "
-            f"loop.deterministic, as batches under way change the store {next(iter(arena.stores))!r} when they end"
-        )
+        store = next(iter(arena.stores))
+        why = f"expected 0 with {workers} and loop.deterministic, as batches under way change the store {store!r}"
+        lines.append(problem("loop.max_staleness", f"{why} when they end", config.loop.max_staleness))
     owners: dict[str, Any] = {f"episode {name!r}": episode for name, episode in arena.episodes.items()}
     for owner, holder in {**owners, f"task {task.name!r}": task}.items():
         lines += [
@@ -80,16 +57,14 @@ def attach_workers(config: TrainConfig, task: Task, arena: Arena) -> None:
 
     Raises :class:`ConfigError` with a line for each setting that they can't serve, and without the run's key.
     """
-    count = worker_count(config)
+    count = config.cluster.workers
     if not count:
         return
     lines = check_workers(config, task, arena)
     try:
         engines = engines_of(arena.client)
     except TypeError as error:
-        lines.append(
-            f"config key 'rollout.client' = {config.rollout.client!r}: {error}: 'vllm' with rollout.server.url"
-        )
+        lines.append(problem("rollout.client", f"{error}: 'vllm' with rollout.server.url", config.rollout.client))
     try:
         key = checked_key(os.environ.get(KEY_VARIABLE, ""), f"the environment variable {KEY_VARIABLE}")
         members = members_of(config)

@@ -1,6 +1,6 @@
 """The one format of values in files: JSON, with raw buffers for arrays. Reading runs no code that the file chooses.
 
-Read in this order: core, names, kinds, objects, arrays.
+Read in this order: core, names, kinds, objects, arrays, tensors.
 May import: utils, _C.
 
 ``None``, bools, floats, strings, lists and dicts with string keys stay as they are. Every other value is a dict with
@@ -19,7 +19,7 @@ and together without their methods. Only ``$object`` calls what it names, so the
 
 from __future__ import annotations
 
-from turnwise.state.codec import arrays, kinds, objects  # noqa: F401 - each adds its kinds
+from turnwise.state.codec import arrays, kinds, objects, tensors  # noqa: F401 - each adds its kinds
 from turnwise.state.codec.core import FLAT, CodecError, LostValueError, Reader, Writer
 from turnwise.state.codec.names import Names, UntrustedNameError
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import struct
 import sys
 from typing import Any
 
@@ -20,11 +19,6 @@ from turnwise.state.codec.kinds import check_twister
 _DTYPE = re.compile(
     r"\|b1|\|O|[<>|=][iufcSUV][0-9]{0,10}|[<>|=][mM]8(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 )
-_TENSOR_DTYPES = frozenset(
-    {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32"}
-    | {"float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"}
-    | {"float8_e5m2fnuz", "float8_e8m0fnu"}
-)
 _MAX_EMPTY = 1 << 20
 """Most rows of an array without items: ``tolist`` makes a list of each."""
 _MAX = 2**31 - 1
@@ -32,8 +26,6 @@ _GENERATORS = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
 _PLACES = {"pos": 624, "buffer_pos": 4}
 """Entries of the states of numpy's generators that are places in an array, and the largest."""
 _POOL, _ENTROPY_BITS = 64, 1 << 16
-_TORCH_CPU_NUMBERS = struct.Struct("<624Q")
-_TORCH_CPU_STATE = struct.Struct("<QiiQ")  # seed, numbers left, whether it was seeded, place of the next number
 
 
 # ---- types of arrays ------------------------------------------------------------------------------------------------
@@ -74,7 +66,7 @@ def _dtype_of(plain: Any) -> Any:
             raise CodecError(f"{plain!r} is no dtype")
         return np.dtype(plain)
     if "base" in plain:
-        dtype = np.dtype((_dtype_of(plain["base"]), _shape_of(plain["shape"])))
+        dtype = np.dtype((_dtype_of(plain["base"]), shape_of(plain["shape"])))
     else:
         formats = [_dtype_of(each) for each in plain["formats"]]
         itemsize = integer(plain["itemsize"], 0, _MAX)
@@ -110,7 +102,8 @@ def _check_items(array: Any) -> None:
             raise CodecError("a text in an array has a character that does not exist")
 
 
-def _shape_of(plain: Any) -> tuple[int, ...]:
+def shape_of(plain: Any) -> tuple[int, ...]:
+    """Return a shape as a file has it. Raises :class:`CodecError` for one that would fill the memory."""
     shape = tuple(integer(size, 0, sys.maxsize) for size in plain)
     if 0 in shape and math.prod(shape[: shape.index(0)]) > _MAX_EMPTY:
         raise CodecError(f"an array of shape {shape} has too many empty rows")
@@ -143,7 +136,7 @@ def _read_array(parts: Any, reader: Reader) -> Any:
     import numpy as np
 
     dtype = _dtype_of(parts["dtype"])
-    shape = _shape_of(parts["shape"])
+    shape = shape_of(parts["shape"])
     frozen = parts.get("frozen") is True
     if dtype.hasobject:
         items = parts["items"]
@@ -289,84 +282,9 @@ def _numpy_random() -> Any:
     return np.random
 
 
-# ---- torch ----------------------------------------------------------------------------------------------------------
-def _write_tensor(value: Any, writer: Writer) -> Any:
-    torch = sys.modules["torch"]
-    dtype = str(value.dtype).removeprefix("torch.")
-    if value.layout is not torch.strided or value.is_meta or value.is_nested or dtype not in _TENSOR_DTYPES:
-        raise TypeError(f"a tensor that is not dense, or whose dtype {dtype} has no plain numbers")
-    flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    parts: dict[str, Any] = {"dtype": dtype, "shape": list(value.shape)}
-    if value.device.type != "cpu":
-        parts["device"] = str(value.device)
-    if value.requires_grad:
-        parts["grad"] = True
-    return writer.finish(value, "$tensor", parts | {"data": writer.write_data(data)})
-
-
-def _read_tensor(parts: Any, reader: Reader) -> Any:
-    import torch
-
-    dtype = getattr(torch, parts["dtype"]) if parts["dtype"] in _TENSOR_DTYPES else None
-    shape = _shape_of(parts["shape"])
-    data = bytearray(reader.read_data(parts["data"]))
-    if dtype is None or len(data) != math.prod(shape) * dtype.itemsize:
-        raise CodecError(f"a tensor of shape {shape} and dtype {parts['dtype']!r} does not have {len(data)} bytes")
-    if dtype is torch.bool and data.translate(None, b"\0\1"):
-        raise CodecError("a bool in a tensor is neither 0 nor 1")
-    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
-    device = torch.device(_text(parts.get("device", "cpu")))
-    if device.type == "meta":
-        raise CodecError("a tensor has no memory")
-    value = flat.reshape(shape).to(device)
-    return reader.keep(value.requires_grad_(parts.get("grad") is True))
-
-
-def _write_torch_generator(value: Any, writer: Writer) -> Any:
-    data = writer.write_data(value.get_state().numpy())
-    return writer.finish(value, "$torch_generator", [str(value.device), data])
-
-
-def _read_torch_generator(parts: Any, reader: Reader) -> Any:
-    import torch
-
-    device, data = parts
-    value = torch.Generator(_text(device))
-    state = bytearray(reader.read_data(data))
-    if value.device.type == "cpu":
-        # Torch checks neither that the numbers that are left are there.
-        _, left, _, place = _TORCH_CPU_STATE.unpack_from(state)
-        if not 0 < left <= 624 or place + left - 1 > 624:
-            raise CodecError("a generator's place lies beyond its numbers")
-        check_twister([number & 0xFFFFFFFF for number in _TORCH_CPU_NUMBERS.unpack_from(state, _TORCH_CPU_STATE.size)])
-    value.set_state(torch.frombuffer(state, dtype=torch.uint8))
-    return reader.keep(value)
-
-
-def _write_device(value: Any, writer: Writer) -> Any:
-    return {"$device": str(value)}
-
-
-def _read_device(parts: Any, reader: Reader) -> Any:
-    import torch
-
-    return torch.device(_text(parts))
-
-
-def _text(plain: Any) -> str:
-    if type(plain) is not str:
-        raise CodecError(f"{plain!r} is no text")
-    return plain
-
-
-def _write_torch_dtype(value: Any, writer: Writer) -> Any:
-    return {"$name": str(value).replace(".", ":")}
-
-
 # ---- which kind a class is of ---------------------------------------------------------------------------------------
 def _find(kind: type) -> Write | None:
-    """Return the writer of a type of numpy or torch. Both are imported if there is an object of such a type."""
+    """Return the writer of a type of numpy, which is imported if there is an object of such a type."""
     room = kind.__module__.partition(".")[0]
     found = sys.modules.get(room)
     if room == "numpy" and found is not None:
@@ -380,14 +298,6 @@ def _find(kind: type) -> Write | None:
             writers = {"Generator": _write_generator, "RandomState": _write_random_state, "SeedSequence": _write_seed}
             return writers.get(kind.__name__)
         return _write_array if kind is found.ndarray else None
-    if room == "torch" and found is not None:
-        kinds: dict[type, Write] = {
-            found.Tensor: _write_tensor,
-            found.Generator: _write_torch_generator,
-            found.device: _write_device,
-            found.dtype: _write_torch_dtype,
-        }
-        return kinds.get(kind)
     return None
 
 
@@ -400,7 +310,4 @@ READERS |= {
     "$random_state": _read_random_state,
     "$bits": _read_bits,
     "$seed": _read_seed,
-    "$tensor": _read_tensor,
-    "$torch_generator": _read_torch_generator,
-    "$device": _read_device,
 }

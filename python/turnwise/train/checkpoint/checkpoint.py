@@ -52,6 +52,7 @@ from turnwise.train.checkpoint.files import (
 from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
 from turnwise.train.checkpoint.shards import check_shards, read_shards, read_whole
 from turnwise.train.checkpoint.weight_sets import WeightSet, check_fit, shard_like, weight_sets_of
+from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import terms_of
 from turnwise.utils.files import read_json, sync_folder
@@ -152,6 +153,11 @@ def _rename_and_prune(temporary: Path, final: Path, keep: int, protect: Collecti
 def checkpoint_at(root: Path, step: int) -> Path:
     """Return the path of the checkpoint of ``step`` under ``root``, which may not exist."""
     return root / f"{_PREFIX}{step:08d}"
+
+
+def checkpoints_to_resume(config: TrainConfig) -> list[Path]:
+    """Return the checkpoints from which a run of ``config`` can go on, the newest last; none if it doesn't resume."""
+    return list_checkpoints(Path(config.run_dir) / "checkpoints") if config.resume else []
 
 
 def list_checkpoints(root: Path) -> list[Path]:

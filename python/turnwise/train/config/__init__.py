@@ -1,5 +1,6 @@
 """The configuration of a run: sections, defaults, TOML files.
 
-Read in this order: base, features, schema, sampling, policies, optimization, cluster, changes, toml, nulls.
-May import: types, utils.
+Read in this order: features, schema, sampling, rewards, policies, schedule, optimization, cluster,
+changes, toml, nulls.
+May import: types, utils, settings, credit, arena.
 """

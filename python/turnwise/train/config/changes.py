@@ -1,6 +1,6 @@
 """Changes of a run's settings at a resume: each one applies, is kept as the checkpoint has it, or is refused.
 
-The section that owns a key decides (:attr:`~turnwise.train.config.base.Section.at_resume`).
+The section that owns a key decides (:attr:`~turnwise.settings.section.Section.at_resume`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from turnwise.settings.section import APPLIES, Change, Effect, Section
 from turnwise.train.config import nulls
-from turnwise.train.config.base import APPLIES, Change, Effect, Section
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, leaves, parse_settings, same, to_toml
 from turnwise.utils.files import parse_toml

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.train.config.base import Effects, RunFacts, Section, problem, refused
+from turnwise.settings.section import Effects, RunFacts, Section, refused
 from turnwise.train.config.policies import sharing
+from turnwise.utils.values import problem
 
 
 class RoleConfig(Section):
@@ -93,6 +95,8 @@ class ClusterConfig(Section):
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         config, default = run.config, ClusterConfig()
+        if run.task is not None and self.has_engines:
+            yield from self._unserved_policies(config, key)
         if self.backend == "embedded":
             for name in sorted(self.model_dump(exclude_defaults=True)):
                 yield problem(f"{key}.{name}", "has no effect with cluster.backend = 'embedded': expected 'ray'")
@@ -126,6 +130,28 @@ class ClusterConfig(Section):
                 why = f"an engine serves one base: expected policies of one of {groups}"
                 yield problem(f"{key}.engines.{name}.policies", why, sorted(policies))
 
+    def _unserved_policies(self, config: Any, key: str) -> Iterator[str]:
+        """Yield a line for the first policy that isn't in one pool."""
+        names, pools = list(config.policies), self.pools(config.policies)
+        for name in dict.fromkeys([*names, *(policy for policies in pools.values() for policy in policies)]):
+            holders = [pool for pool, policies in pools.items() if name in policies]
+            if name not in names or len(holders) != 1:
+                where = " and ".join(map(repr, holders)) or "none"
+                yield problem(
+                    f"{key}.engines",
+                    f"policy {name!r} is in {where}: expected each policy of the run, which are {names}, in one pool",
+                )
+                return
+
+    def pools(self, policies: Iterable[str]) -> dict[str, list[str]]:
+        """Return the policies of each pool of engines, by default all."""
+        return {name: list(pool.policies or policies) for name, pool in self.engines.items()}
+
+    @property
+    def workers(self) -> int:
+        """Number of processes that play episodes; 0 plays them in the process of the loop."""
+        return 0 if self.backend == "embedded" else max(self.arena.count, len(self.arena.addresses))
+
     @property
     def has_engines(self) -> bool:
         """True if engines of the cluster sample, in place of ``rollout.client``."""
@@ -147,6 +173,8 @@ class ShardingConfig(Section):
     """Seconds after which a process gives up waiting for another one in an update."""
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if run.server is not None and self != ShardingConfig():
+            yield problem(key, "no model is here: expected no setting", self.model_dump(exclude_defaults=True))
         if run.ranks == 1:
             return
         config, copies = run.config, self.replicas
@@ -164,6 +192,41 @@ class ShardingConfig(Section):
             )
         if config.device == "cpu" and self.offload:
             yield problem(f"{key}.offload", "expected a GPU, got the device 'cpu'", self.offload)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """Properties of a kind of Tinker server: its treatment of rows and settings of an update."""
+
+    means: bool = False
+    """It averages over a row's tokens, those of the prompt included, and then over the rows; else it sums."""
+    clips: bool = False
+    """It clips the gradient's norm as the update sets it; else by its own settings, or never."""
+    adam: bool = False
+    """It takes betas, epsilon and weight decay from the update; else from its own settings."""
+    reorders: bool = False
+    """It may run an update before a pass that was sent earlier, unless that pass has been answered."""
+    trains_its_sampler: bool = False
+    """An update also changes the weights of samplers that were made before it."""
+    shares_decay: bool = False
+    """An update's weight decay also shrinks the other adapters."""
+
+    @property
+    def decides(self) -> tuple[str, ...]:
+        """Keys of the optimizer that it takes from its own settings."""
+        return (*(() if self.clips else ("max_grad_norm",)), *(() if self.adam else ("betas", "weight_decay")))
+
+
+SERVERS = {
+    "hosted": ServerKind(clips=True, adam=True),
+    # SkyRL 0.3: skyrl/backends/skyrl_train_backend.py, read
+    "skyrl": ServerKind(reorders=True),
+    # SkyRL 0.3: skyrl/backends/jax.py, tested
+    "skyrl-jax": ServerKind(means=True, adam=True, reorders=True, trains_its_sampler=True, shares_decay=True),
+}
+"""Kinds of servers, by ``learner.tinker.server``."""
+
+ITS_OWN = "the server takes it from its own settings"
 
 
 class TinkerConfig(Section):
@@ -193,8 +256,21 @@ class LearnerConfig(Section):
     tinker: TinkerConfig = TinkerConfig()
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if self.type != "local" and run.ranks > 1:
+        if self.is_remote and run.ranks > 1:
             why = "expected one process, as a server trains; start turnwise without torchrun"
             yield problem(f"{key}.type", why, self.type)
+        paths = {settings.path for settings in run.config.policies.values()}
+        if run.server is not None and len(paths) > 1:
+            yield f"config keys 'policies.*.path' = {sorted(paths)}: expected one base model for all adapters"
+
+    @property
+    def is_remote(self) -> bool:
+        """True if a server of the Tinker API has the weights."""
+        return self.type == "tinker"
+
+    @property
+    def server(self) -> ServerKind:
+        """Properties of the Tinker server."""
+        return SERVERS[self.tinker.server]
 
     at_resume: ClassVar[Effects] = {"type": refused("the checkpoint is of the other kind")}

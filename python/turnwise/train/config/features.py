@@ -1,4 +1,5 @@
-"""The features that bring settings of their own. Each is a term in one file, which a line here adds to the package.
+"""The terms that bring settings of their own. Each is one file, which a line here adds to the package; stages are in
+:data:`turnwise.arena.stages.registry.STAGES`.
 
 The config's classes are built with the settings of the features, so this module imports these by their names, and a
 feature's file imports no other section of the config.
@@ -11,7 +12,9 @@ from functools import cache, reduce
 from importlib import import_module
 from typing import Any, TypeVar, cast
 
-from turnwise.train.config.base import RunFacts, Section
+from turnwise.arena.stages.registry import STAGES
+from turnwise.arena.stages.registry import classes as stage_classes
+from turnwise.settings.section import RunFacts, Section
 
 S = TypeVar("S", bound=Section)
 
@@ -31,13 +34,25 @@ def term_classes(terms: tuple[str, ...]) -> tuple[type[Any], ...]:
 
 
 def settings_of(section: str) -> list[type[Section]]:
-    """Return the classes with the fields that features add to ``section`` of the config."""
-    return [term.settings[section] for term in term_classes(FEATURES) if section in term.settings]
+    """Return the classes with the fields that terms and stages add to ``section`` of the config."""
+    owners = (*term_classes(FEATURES), *stage_classes(STAGES))
+    return [owner.settings[section] for owner in owners if section in owner.settings]
+
+
+_open: set[str] = set()
+
+
+def check_sections() -> None:
+    """Raise ``ValueError`` for a term or a stage with fields for a section that takes none."""
+    for owner in (*term_classes(FEATURES), *stage_classes(STAGES)):
+        if unknown := owner.settings.keys() - _open:
+            raise ValueError(f"{owner.__name__}.settings: {sorted(unknown)}: expected sections among {sorted(_open)}")
 
 
 def with_features(section: str) -> Callable[[type[S]], type[S]]:
     """Decorate the class of ``section``: the fields of features follow its own, with their rules and conflicts."""
     parts = settings_of(section)
+    _open.add(section)
 
     def decorate(own: type[S]) -> type[S]:
         def conflicts(self: Any, run: RunFacts, key: str) -> Iterator[str]:

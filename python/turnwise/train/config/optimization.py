@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from turnwise.train.config.base import APPLIES, Change, Effect, Effects, RunFacts, Section, problem, refused
+from turnwise.settings.section import APPLIES, SERVER_DECIDES, Change, Effect, Effects, RunFacts, Section, refused
+from turnwise.train.config.cluster import ITS_OWN
 from turnwise.train.config.features import with_features
 from turnwise.train.config.policies import OptimizerConfig
+from turnwise.types import CreditCapabilities, capabilities_of
+from turnwise.utils.values import problem
 
 
 def _other_coefficient(change: Change) -> Effect:
@@ -39,6 +43,15 @@ class KLConfig(Section):
     """Steps of a policy after which its reference takes its weights; by default the reference never changes."""
 
     at_resume: ClassVar[Effects] = {"coef": _other_coefficient}
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.importance_weighted and self.apply_to == "reward":
+            why = "the policy that sampled earned the reward, so there is no ratio"
+            yield problem(f"{key}.importance_weighted", f"expected false with {key}.apply_to = 'reward': {why}", True)
+        for alone in run.each if self.coef and self.apply_to == "reward" else ():
+            if not capabilities_of(alone.credit, CreditCapabilities).mixed_rewards:
+                why = f"has no effect, as advantages of the rule {alone.config.credit.rule!r} don't depend on the"
+                yield alone.within + problem(f"{key}.apply_to", f"{why} rewards of calls: expected 'loss'", "reward")
 
 
 class CorrectionConfig(Section):
@@ -110,6 +123,7 @@ class LossConfig(Section):
         return self
 
 
+@with_features("distill")
 class DistillConfig(Section):
     """On-policy distillation of actors with a ``teacher``: reverse KL of their own tokens, as an advantage."""
 
@@ -163,6 +177,30 @@ class UpdateConfig(OptimizerConfig):
     """Rows in the forward pass: ``trie`` shares prefixes; ``auto`` tries trie, packed and padded, in this order."""
     max_nonfinite_updates: int = Field(default=3, ge=0)
     """Most non-finite updates in a row that are skipped; one more stops the run."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        default = UpdateConfig()
+        if run.server is None:
+            return
+        if self.old_logprobs != "rollout":
+            why = "expected 'rollout': the sampler's log-probs are sent"
+            yield problem(f"{key}.old_logprobs", why, self.old_logprobs)
+        for name in ("sequence_layout", "micro_batch_tokens", "max_nonfinite_updates"):
+            if (value := getattr(self, name)) != getattr(default, name):
+                yield problem(f"{key}.{name}", SERVER_DECIDES, value)
+        for policy in run.config.policies:
+            with suppress(ValueError):  # a wrong key of a policy's own optimizer has its line
+                yield from self._unserved(run.config.optimizer_of(policy), run, key)
+
+    def _unserved(self, optimizer: OptimizerConfig, run: RunFacts, key: str) -> Iterator[str]:
+        """Yield a line for each setting of a policy's optimizer that the Tinker server can't serve."""
+        server, default = run.server, OptimizerConfig()
+        for name in server.decides:
+            if (value := getattr(optimizer, name)) != getattr(default, name):
+                yield problem(f"{key}.{name}", f"{ITS_OWN}: expected no setting here", value)
+        if server.shares_decay and optimizer.weight_decay and len(run.config.policies) > 1:
+            why = "it would also shrink the other adapters: expected 0"
+            yield problem(f"{key}.weight_decay", why, optimizer.weight_decay)
 
     @field_validator("micro_batch_tokens")
     @classmethod

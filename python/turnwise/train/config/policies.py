@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnwise.train.config.base import (
+from turnwise.settings.section import (
     APPLIES,
+    SERVER_DECIDES,
     Change,
     Effect,
     Effects,
@@ -17,10 +19,12 @@ from turnwise.train.config.base import (
     Section,
     Share,
     kept,
-    problem,
     refused,
+    trial,
 )
 from turnwise.utils.files import PathText
+from turnwise.utils.registry import did_you_mean
+from turnwise.utils.values import problem
 
 
 def _other_weights(change: Change) -> Effect:
@@ -64,6 +68,10 @@ class OptimizerConfig(Section):
     """Gradients with a larger norm are scaled down to this one."""
 
 
+SERVER_ALPHA = 32.0
+"""Scale of every adapter on a Tinker server, hosted or SkyRL's."""
+
+
 class PolicyConfig(Section):
     """Weights, tokenizer and optimizer of one policy."""
 
@@ -95,6 +103,32 @@ class PolicyConfig(Section):
         if self.trainable and self.dtype == "float16":
             why = "gradients underflow in it; expected 'bfloat16' or 'float32' for a policy that trains"
             yield problem(f"{key}.dtype", why, self.dtype)
+        if run.task is None:
+            return
+        name, teachers = key.partition(".")[2], run.config.teachers().values()
+        if name not in {*(actor.policy for actor in run.actors), *teachers}:
+            played = ", ".join(f"{actor.id!r} with {actor.policy!r}" for actor in run.actors)
+            yield problem(key, f"no actor of task {run.task.name!r} plays with it: {played}")
+        if run.server is not None:
+            yield from self._unserved(key)
+
+    def _unserved(self, key: str) -> Iterator[str]:
+        """Yield a line for each setting that a Tinker server can't serve."""
+        default = PolicyConfig()
+        if self.path == default.path:
+            why = "expected the folder or Hub name of the model that the server has"
+            yield problem(f"{key}.path", why, self.path)
+        for name in ("dtype", "dropout", "gradient_checkpointing", "reference"):
+            if (value := getattr(self, name)) != getattr(default, name):
+                yield problem(f"{key}.{name}", SERVER_DECIDES, value)
+        if self.trainable and self.lora is None:
+            why = "a Tinker server trains adapters, no full weights: expected { rank = 16 } or another rank"
+            yield problem(f"{key}.lora", why, None)
+        elif self.trainable and self.lora is not None:
+            fixed = LoraConfig(rank=self.lora.rank, alpha=SERVER_ALPHA)
+            for name in ("alpha", "dropout", "target_modules"):
+                if (value := getattr(self.lora, name)) != (expected := getattr(fixed, name)):
+                    yield problem(f"{key}.lora.{name}", f"expected {expected!r}, which Tinker servers set", value)
 
 
 def sharing(policies: Mapping[str, PolicyConfig], share_frozen: bool = True) -> list[list[str]]:
@@ -127,6 +161,16 @@ class PhaseConfig(Section):
     """Policies that this phase updates."""
     steps: int = Field(ge=1)
     """Steps of the phase."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        played = {actor.policy for actor in run.actors}
+        for name in self.train if run.task is not None else ():
+            policy = run.config.policies.get(name)
+            if name not in played:
+                why = f"no actor plays with a policy {name!r}; {did_you_mean(name, played)}"
+                yield problem(f"{key}.train", why, self.train)
+            elif policy is not None and not policy.trainable:
+                yield problem(f"{key}.train", f"policies.{name}.trainable is false", self.train)
 
 
 def policies_at(step: int, phases: Sequence[PhaseConfig], trainable: Collection[str]) -> set[str]:
@@ -188,6 +232,11 @@ class WarmStartConfig(Section):
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         if self.min_reward is not None and self.data is None:
             yield problem(f"{key}.min_reward", "needs warm_start.data, recorded episodes to choose from")
+        if self.steps and run.server is not None:
+            why = "no model is here to start: expected 0, and as the base model one that is warm-started already"
+            yield problem(f"{key}.steps", why, self.steps)
+        elif self.steps and self.data is None and run.trains:
+            yield from trial(f"{key}.steps", self.steps, partial(getattr, run.task, "demonstrations"))
 
     @model_validator(mode="after")
     def _check_measured(self) -> Self:

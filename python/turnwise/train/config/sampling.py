@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from turnwise.train.config.base import RunFacts, Section, problem
-from turnwise.train.config.features import with_features
+from turnwise.arena import TreeSampler
+from turnwise.credit import registry
+from turnwise.credit.columns import needs_several_attempts
+from turnwise.settings.section import RunFacts, Section, trial
+from turnwise.train.config.features import required, with_features
+from turnwise.types import CreditCapabilities, capabilities_of
 from turnwise.types.play import MAX_CONCURRENCY
 from turnwise.utils.files import PathText
+from turnwise.utils.registry import did_you_mean
+from turnwise.utils.values import problem
 
 
 class VLLMConfig(Section):
@@ -47,6 +56,25 @@ class ServerConfig(Section):
     transfer: str = "auto"
     """Transport of weights: auto (this host's memory, gloo to others), shared_memory, safetensors, gloo, nccl, ipc."""
 
+    def groups(self, policies: Iterable[str]) -> dict[tuple[str, ...], list[str]]:
+        """Return the policies that each group of servers has. Servers of one group share the requests."""
+        by_policy: Mapping[str, Any] = self.url if isinstance(self.url, dict) else dict.fromkeys(policies, self.url)
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name, urls in by_policy.items():
+            groups.setdefault((urls,) if isinstance(urls, str) else tuple(urls), []).append(name)
+        return groups
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        if self.url is None:
+            return
+        counts = Counter(itertools.chain(*self.groups(["default"])))
+        if repeated := [address for address, count in counts.items() if count > 1]:
+            why = f"expected each server once, or in equal lists of several policies, got {repeated[0]!r} again"
+            yield problem(f"{key}.url", why, self.url)
+        policies = list(run.config.policies)
+        if run.task is not None and isinstance(self.url, dict) and self.url.keys() != {*policies}:
+            yield problem(f"{key}.url", f"expected one for each of {policies}", self.url)
+
 
 def _share(value: Any) -> float | list[float]:
     pair = list(value) if isinstance(value, list | tuple) else [value, value]
@@ -73,6 +101,63 @@ class TreeConfig(Section):
     branch_at: list[str] | None = None
     """Actors whose actions branch; by default all."""
 
+    def sampler(self, branches: int, steps: int) -> TreeSampler | None:
+        """Build the tree of ``rollout.branches`` and these settings for ``steps`` steps; ``None`` for plain play.
+
+        Raises ``ValueError`` for settings that don't fit together.
+        """
+        if branches == 1 and self == TreeConfig():
+            return None
+        return TreeSampler(branches, **self.model_dump(), share_steps=steps)
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        branches = run.config.rollout.branches
+        if run.task is None:
+            return
+        for actors in [[actor.id for actor in alone.actors] for alone in run.each]:
+            if unknown := [actor for actor in self.branch_at or () if actor not in actors]:
+                yield problem(f"{key}.branch_at", f"no actor {unknown[0]!r}; {did_you_mean(unknown[0], actors)}")
+        if branches == 1 and not self.playouts and self != TreeConfig():
+            yield problem(key, "needs rollout.branches > 1, or rollout.tree.playouts > 0")
+            return
+        yield from trial(key, ..., partial(self.sampler, branches, run.config.steps))
+        for alone in run.each:
+            yield from self._misfits(alone, key)
+
+    def _misfits(self, run: RunFacts, key: str) -> Iterator[str]:
+        """Yield a line for each setting that doesn't fit the credit rule or an episode of one task."""
+        rule, values = run.config.credit.rule, capabilities_of(run.credit, CreditCapabilities).values_of_states
+        if run.credit is not None and self.playouts and not values and rule in registry and self.score_by != "value":
+            why = f"has no effect: expected credit.rule = 'vine', not {rule!r}, or rollout.tree.score_by = 'value'"
+            yield problem(f"{key}.playouts", why, self.playouts)
+        for name, episode in run.episodes.items():
+            sampler = getattr(episode, "sampler", None)
+            if isinstance(sampler, TreeSampler) and sampler.unreadable(episode):
+                yield problem(
+                    f"{key}.select",
+                    f"episode {name!r} gives single actions no reward (step_reward), and branches that don't go on "
+                    "have no other: expected 'none', which plays all to their ends",
+                    self.select or "unset",
+                )
+
+    def refused_by(self, can: CreditCapabilities, branches: int) -> str:
+        """Return why a credit rule can't serve these settings with ``branches`` branches; empty if it can."""
+        plain = branches == 1 or (self.select == "none" and can.ends)
+        if not plain and not can.trees:
+            either = ", or rollout.tree.select = 'none'" if can.ends else ""
+            return f"the rule needs plain trajectories: expected rollout.branches = 1, not {branches}{either}"
+        if branches > 1 and not can.ends and (self.select == "none" or self.beam_width > 1):
+            return (
+                "the rule needs one end for each episode: expected rollout.tree.beam_width = 1, and "
+                "rollout.tree.select other than 'none'"
+            )
+        if can.values_of_states and branches == 1 and not self.playouts:
+            return (
+                "the rule takes the values of states from the branches of a tree or from playouts: expected "
+                "rollout.branches > 1, or rollout.tree.playouts > 0"
+            )
+        return ""
+
 
 class PlayLimits(Section):
     """Limits of the episodes of one step."""
@@ -87,6 +172,22 @@ class PlayLimits(Section):
     """Seconds without any answer of the engine after which the calls that wait for one fail; 0 sets no limit."""
     failure_threshold: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's episodes that may fail before the run stops."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        quotas, names = self.max_concurrency_per_actor, [actor.id for actor in run.actors]
+        for name in quotas:
+            if run.task is not None and name not in names:
+                why = f"task {run.task.name!r} has no such actor; {did_you_mean(name, names)}"
+                yield problem(f"{key}.max_concurrency_per_actor.{name}", why, quotas[name])
+        limits = {f"{key}.max_concurrency": self.max_concurrency}
+        for actor in run.actors:
+            if actor.max_concurrency is not None:
+                limits[f"{key}.max_concurrency_per_actor.{actor.id}"] = actor.max_concurrency
+        count = run.config.cluster.workers
+        for name, limit in limits.items():
+            if limit < count:
+                why = f"expected at least {count}, as each of the workers that play episodes gets an equal part"
+                yield problem(name, why, limit)
 
 
 @with_features("rollout")
@@ -128,6 +229,61 @@ class RolloutConfig(PlayLimits):
         for text, holds in wanted.items():
             if self.oversample > 1 and not holds:
                 yield problem(f"{key}.oversample", f"expected {text}", self.oversample)
+        yield from super().conflicts(run, key)
+        yield from self._beside_the_learner(run, key)
+        yield from self._beside_actors(run, key)
+        if run.trains and run.task is not None and run.config.steps:
+            yield from trial(f"{key}.prompts_per_step", self.prompts_per_step, partial(getattr, run.task, "questions"))
+            yield from run.task.problems(run.questions, measured=False)
+            for alone in run.each if not run.trains_alone else ():
+                yield from self._compared(alone, key)
+
+    def _beside_the_learner(self, run: RunFacts, key: str) -> Iterator[str]:
+        learner, client = run.config.learner, self.client
+        if run.task is None:
+            return
+        if learner.is_remote != (client == "tinker"):
+            keys = (f"{key}.client", client), ("learner.type", learner.type)
+            (own, value), (other, _) = keys if learner.is_remote else keys[::-1]
+            why = f"expected 'tinker' with {other} = 'tinker': the server that trains the adapters also samples"
+            yield problem(own, f"{why} with them", value)
+        elif learner.is_remote:
+            if self.temperature != 1:
+                yield problem(f"{key}.temperature", "expected 1, at which a Tinker server trains", self.temperature)
+            for name, asked in required(run.config).items():
+                yield problem(asked, f"the server returns no {name}: expected false", True)
+
+    def _beside_actors(self, run: RunFacts, key: str) -> Iterator[str]:
+        """Yield a line for a token limit that every actor overrides, and for a tree that the episodes refuse."""
+        limits = {actor.max_tokens for actor in run.actors}
+        if run.task is None:
+            return
+        if self.max_tokens != type(self).model_fields["max_tokens"].default and not limits & {None, self.max_tokens}:
+            own = ", ".join(map(str, sorted(filter(None, limits))))
+            why = f"has no effect, as the actors of task {run.task.name!r} have their own limits ({own})"
+            yield problem(f"{key}.max_tokens", f"{why}: see its task_options", self.max_tokens)
+        for alone in run.each:
+            yield from trial(f"{key}.branches", self.branches, partial(getattr, alone.task, "episodes"))
+
+    def _compared(self, run: RunFacts, key: str) -> Iterator[str]:
+        """Yield a line if no attempt at a question of one task would train, as none is compared with another.
+
+        The episodes of a task with several kinds may start each other, and attempts of one parent are compared.
+        """
+        if self.group_size > 1 or self.branches > 1 or self.tree.playouts or run.task is None:
+            return
+        asked = [request.group_id for request in run.questions]
+        several = None in asked or len(set(asked)) < len(asked)  # the task itself asks some questions several times
+        if several or len(run.episodes) > 1 or not needs_several_attempts(run.credit):
+            return
+        alone = ", or credit.options.singleton = 'raw'" if getattr(run.credit, "singleton", "") == "zero" else ""
+        yield problem(
+            f"{key}.group_size",
+            f"{run.task.name!r} would train nothing, as the rule {run.config.credit.rule!r} compares the attempts at a "
+            "question, and one alone has advantage 0: expected rollout.group_size > 1, such as 8, rollout.branches > "
+            f"1, a rule that compares none, such as 'rae'{alone}",
+            self.group_size,
+        )
 
 
 class LoopConfig(Section):
@@ -148,6 +304,17 @@ class LoopConfig(Section):
                 "'transformers'",
                 self.deterministic,
             )
+        cluster = run.config.cluster
+        for name, pool in cluster.engines.items() if self.deterministic and cluster.has_engines else ():
+            if pool.engine != "transformers" or pool.options.get("max_batch_size") != 1:
+                why = f"answers of the engines {name!r} depend on their batch; use engine = 'transformers' with"
+                yield problem(f"{key}.deterministic", f"{why} options.max_batch_size = 1", True)
+        if run.server is not None and run.server.trains_its_sampler and self.max_staleness:
+            why = "an update changes this server's samplers too, so tokens would carry a wrong version"
+            yield problem(f"{key}.max_staleness", f"expected 0: {why}", self.max_staleness)
+        if run.server is not None and self.in_flight_updates:
+            why = "a request samples with one version of the weights: expected false"
+            yield problem(f"{key}.in_flight_updates", why, True)
 
     @model_validator(mode="after")
     def _check_compatible(self) -> Self:
@@ -158,89 +325,3 @@ class LoopConfig(Section):
         if self.in_flight_updates and not self.max_staleness:
             raise ValueError("in_flight_updates needs max_staleness > 0: otherwise nothing is sampled during an update")
         return self
-
-
-class CreditConfig(Section):
-    """The credit rule, which turns rewards into advantages."""
-
-    rule: str = "task"
-    """Name in ``turnwise.credit.registry``, or ``module:Class``; ``task`` is the task's own rule."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the rule's class."""
-
-
-class RewardConfig(Section):
-    """Rewards before credit: the mix of the team's outcome and the actor's own part, turns, and penalties."""
-
-    alpha: float | None = Field(default=None, ge=0)
-    """Weight of the team's outcome, relative to the actor's own part; by default the task's own."""
-    mode: Literal["weighted_sum", "convex"] | None = None
-    """``weighted_sum`` is ``alpha * team + own``, ``convex`` is ``alpha * team + (1 - alpha) * own``."""
-    difference: float | None = Field(default=None, ge=0)
-    """Weight of an action's change of the team's value: fixing pays, breaking costs. By default the task's own."""
-    threshold: float | None = None
-    """Value from which the mix counts as 1, below as 0; by default it counts as it is."""
-    turn_shaping: Literal["none", "ramp", "discount"] | None = None
-    """Factor of the mix: ``(turn + 1) / max_turns`` (ramp), or ``gamma ** (last turn - turn)`` (discount)."""
-    gamma: float | None = Field(default=None, gt=0, le=1)
-    """Base of ``turn_shaping = "discount"``."""
-    invalid_cost: float | None = Field(default=None, ge=0)
-    """Cost of a completion that can't be read; by default the task's own."""
-    overlong_buffer: int = Field(default=0, ge=0)
-    """Tokens before its limit in which a completion loses reward (https://arxiv.org/abs/2503.14476, eq. 13)."""
-    overlong_penalty: float = Field(default=1.0, ge=0)
-    """Reward that a completion at its limit loses."""
-
-    def of_mix(self) -> dict[str, Any]:
-        """Return the keys of :class:`turnwise.arena.RewardMix` that are set."""
-        return self.model_dump(exclude_none=True, exclude={"overlong_buffer", "overlong_penalty"})
-
-
-class TaskConfig(Section):
-    """One task of several in a run; a step asks questions of each in shares of their weights."""
-
-    task: str | None = None
-    """Name of a shipped task, or ``module:Class``; by default the name of this table."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the task."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of a step's questions, relative to the weights of the other tasks."""
-    credit: CreditConfig | None = None
-    """Credit rule of this task; by default that of ``[credit]``."""
-    reward: RewardConfig | None = None
-    """Rewards of this task; by default those of ``[reward]``."""
-
-
-class CurriculumConfig(Section):
-    """Draw of the training questions, by default the task's own."""
-
-    sampling: Literal["task", "learnability"] = "task"
-    """Rule of the draw: the task's own, or learnability ``p (1 - p)`` of each question's solve rate ``p``."""
-    pool: int | None = Field(default=None, ge=1)
-    """Training questions to draw from; by default all, for which the task must list its questions."""
-    uniform: float = Field(default=0.1, gt=0, le=1)
-    """Share of the draws that ignores solve rates, so that always and never solved questions come again."""
-    window: int = Field(default=32, ge=1)
-    """Attempts over which the solve rate of a question is averaged; the newest count most."""
-    gate: float | None = Field(default=None, gt=0, le=1)
-    """Solve rate of a level that admits the next one; by default all levels are admitted from the start."""
-
-    @model_validator(mode="after")
-    def _check_used(self) -> Self:
-        changed = sorted(self.model_dump(exclude_defaults=True))
-        if changed and self.sampling == "task":
-            raise ValueError(f"{changed[0]} has no effect with sampling = 'task': expected sampling = 'learnability'")
-        return self
-
-
-class FilterConfig(Section):
-    """Samples that don't train; they still count in the statistics of their group."""
-
-    drop_zero_advantage: bool = True
-    """Drop samples whose advantage is 0, but those that another term of the loss trains, such as ``loss.kl``."""
-    drop_truncated: bool = False
-    """Drop completions that reached the token limit."""
-    max_length: int | None = Field(default=None, ge=2)
-    """Drop samples with more tokens in prompt and completion; by default none."""
-    dynamic_sampling_rounds: int = Field(default=0, ge=0)
-    """Most extra batches of a step until enough prompts have an advantage (https://arxiv.org/abs/2503.14476, 3.2)."""

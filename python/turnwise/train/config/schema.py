@@ -6,16 +6,20 @@ Defaults are the vetted settings. The string below a field is its entry in ``tur
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from turnwise.settings.section import Effects, RunFacts, Section, TaskFacts, kept, refused, trial
 from turnwise.train.config import nulls
-from turnwise.train.config.base import Effects, RunFacts, Section, kept, problem, refused
 from turnwise.train.config.cluster import ClusterConfig, LearnerConfig, ShardingConfig
+from turnwise.train.config.features import check_sections
 from turnwise.train.config.optimization import DistillConfig, LossConfig, UpdateConfig
 from turnwise.train.config.policies import (
     ActorConfig,
@@ -24,19 +28,19 @@ from turnwise.train.config.policies import (
     PolicyConfig,
     WarmStartConfig,
 )
-from turnwise.train.config.sampling import (
-    CreditConfig,
-    CurriculumConfig,
-    FilterConfig,
-    LoopConfig,
-    RewardConfig,
-    RolloutConfig,
-    TaskConfig,
-)
+from turnwise.train.config.rewards import CreditConfig, CurriculumConfig, FilterConfig, RewardConfig, TaskConfig
+from turnwise.train.config.sampling import LoopConfig, RolloutConfig
 from turnwise.utils.files import FilePath
+from turnwise.utils.registry import did_you_mean
+from turnwise.utils.values import problem
 
 GATEWAY_TASKS = ("gateway:", "verifiers:")
 """Prefixes of tasks whose agents call the gateway."""
+
+
+LEAGUE_CLIENTS: dict[str, bool] = {"transformers": True, "vllm": False}
+"""Clients that can hold frozen policies in addition to the live ones. ``True``: also full models; ``False``: only
+adapters, because a vLLM server has one base model, so each full copy would need another server."""
 
 
 class LeagueConfig(Section):
@@ -54,6 +58,45 @@ class LeagueConfig(Section):
     """Newest snapshots that stay."""
     opponents_per_step: int = Field(default=4, ge=1)
     """Different opponents in one step: copies, or adapters, that the client holds."""
+
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        for reason in [*self._misfits(run), *self._unserved(run.config)] if self.share and run.task is not None else ():
+            yield problem(f"{key}.share", reason, self.share)
+
+    def _misfits(self, run: RunFacts) -> Iterator[str]:
+        """Yield the reasons why the task and the settings don't allow games against past policies."""
+        assert run.task is not None
+        seats, config, questions = run.task.seats, run.config, run.config.rollout.prompts_per_step
+        if len(seats) < 2:
+            yield f"task {run.task.name!r} has no seats that play against each other"
+        elif self.share * questions < len(seats) / 2:
+            yield f"of rollout.prompts_per_step = {questions} that is no question from each of {len(seats)} seats"
+        if config.filter.dynamic_sampling_rounds:
+            yield "needs filter.dynamic_sampling_rounds = 0, as each draw would seat others"
+        if config.rollout.branches > 1 or config.rollout.tree.playouts:
+            yield "needs rollout.branches = 1, games that are played to their end"
+        frozen = {name for name, policy in config.policies.items() if not policy.trainable}
+        for actor in run.actors:
+            if actor.id in seats and actor.policy in frozen:
+                yield f"actor {actor.id!r} plays with policy {actor.policy!r}, which is frozen and has no past"
+
+    def _unserved(self, config: Any) -> Iterator[str]:
+        """Yield the reasons why the client can't hold frozen policies in addition to the live ones."""
+        kind, engines = config.rollout.client, config.cluster.has_engines
+        if kind not in LEAGUE_CLIENTS:
+            able = ", ".join(map(repr, LEAGUE_CLIENTS))
+            yield f"rollout.client = {kind!r} serves the live policies alone; past ones play with {able}"
+        elif config.rollout.server.url is not None and not engines:
+            yield "the servers of rollout.server.url serve the live policies alone; past ones play without it"
+        elif engines or not LEAGUE_CLIENTS[kind]:
+            sampler = "cluster.engines" if engines else f"rollout.client = {kind!r}"
+            other = f"rollout.client = 'transformers'{' without engines' if engines else ''}"
+            for name, settings in config.policies.items():
+                if settings.trainable and settings.lora is None:
+                    yield (
+                        f"with {sampler} past policies are adapters, and policies.{name} is a whole model: give it a "
+                        f"lora section, or set {other}"
+                    )
 
 
 class SignalConfig(Section):
@@ -96,6 +139,30 @@ class EvalConfig(Section):
     exploitability_every: int = Field(default=0, ge=0)
     """Steps between two measurements of exact exploitability, in small games; 0 never measures."""
 
+    def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
+        task = run.task
+        if task is None:
+            return
+        yield from trial(f"{key}.num_prompts", self.num_prompts, partial(getattr, task, "held_out"))
+        with suppress(ValueError):
+            yield from task.problems([*itertools.chain(*task.held_out)])
+        if self.ablate:
+            yield from trial(f"{key}.ablate", True, partial(getattr, task, "ablations"))
+        if every := self.exploitability_every:
+            yield from self._unmeasured(run, f"{key}.exploitability_every", every)
+
+    def _unmeasured(self, run: RunFacts, key: str, every: int) -> Iterator[str]:
+        assert run.task is not None
+        rollout, cluster = run.config.rollout, run.config.cluster
+        found = list(trial(key, every, partial(getattr, run.task, "decisions")))
+        if not found and run.task.decisions is None:
+            why = f"task {run.task.name!r} is not solved exactly; expected kuhn_poker or tic_tac_toe"
+            found = [problem(key, why, every)]
+        elif rollout.client != "transformers" or cluster.has_engines:
+            why = "needs rollout.client = 'transformers', which can score, and no cluster.engines"
+            found.append(problem(key, why, every))
+        yield from found
+
     @model_validator(mode="after")
     def _check_measured(self) -> Self:
         for name in ("target_success", "patience"):
@@ -125,6 +192,12 @@ class CheckpointConfig(Section):
             yield problem(f"{key}.keep_best", "needs eval.every > 0, as validation finds the best", self.keep_best)
         if self.save_running_episodes and run.config.loop.max_staleness:
             yield problem(f"{key}.save_running_episodes", "needs loop.max_staleness = 0", self.save_running_episodes)
+        if self.save_running_episodes and run.config.cluster.workers:
+            why = (
+                "expected false with workers that play episodes, as only the process of the loop writes into the run "
+                "folder. A worker that dies plays its episodes again from their start"
+            )
+            yield problem(f"{key}.save_running_episodes", why, True)
 
 
 class LogConfig(Section):
@@ -218,13 +291,43 @@ class TrainConfig(Section):
     }
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
-        if run.ranks > 1 and run.grammars:
+        tasks = [one.task or name for name, one in self.tasks.items()] or [self.task]
+        if run.task is not None and self.gateway and not any(name.startswith(GATEWAY_TASKS) for name in tasks):
+            where = f" on task {self.task!r}: expected 'gateway:...', 'verifiers:...'"
+            several = ": expected one of [tasks.<name>] with 'gateway:...'"
+            yield f"config section 'gateway': has no effect{several if self.tasks else where}"
+        trained = any(policy.trainable for policy in self.policies.values())
+        if run.trains and self.steps and not trained:
+            yield problem("policies", f"none is trainable, so {self.steps} steps would train nothing")
+        if run.task is not None:
+            yield from self._unseated(run.task)
+        grammars = any(getattr(each, "samples_under_grammars", False) for each in run.episodes.values())
+        if run.ranks > 1 and grammars:
             yield problem(
                 "gateway.structured",
                 f"{run.ranks} processes don't renormalise over the allowed tokens, so these calls would not train: "
                 "expected one process, or another setting",
                 self.gateway.get("structured"),
             )
+
+    def _unseated(self, task: TaskFacts) -> Iterator[str]:
+        """Yield a line for each actor and teacher that the task or the policies lack."""
+        chosen = {actor.id: actor.policy for actor in task.actors}
+        for name in self.actors:
+            if name not in chosen:
+                why = f"task {task.name!r} has no such actor; {did_you_mean(name, chosen)}"
+                yield problem(f"actors.{name}", why)
+        known = f"policies: {', '.join(self.policies)}"
+        for actor, name in chosen.items():
+            if name not in self.policies:
+                yield f"actor {actor!r} plays with policy {name!r}, which has no section [policies.{name}]; {known}"
+        for actor, teacher in self.teachers().items():
+            if teacher not in self.policies:
+                why = f"there is no section [policies.{teacher}]; {known}"
+                yield problem(f"actors.{actor}.teacher", why, teacher)
+            elif teacher == chosen.get(actor) and self.distill.hint == "none":
+                why = f"{actor!r} plays with it, so it teaches nothing: expected another, or distill.hint"
+                yield problem(f"actors.{actor}.teacher", why, teacher)
 
     def teachers(self) -> dict[str, str]:
         """Return the teacher of each actor that has one."""
@@ -267,13 +370,14 @@ class TrainConfig(Section):
             if getattr(self, key) != default:
                 raise ValueError(f"{key} = {getattr(self, key)!r}: expected none beside [tasks.<name>], which name all")
         for name, one in self.tasks.items():
-            if one.reward is not None and one.reward.overlong_buffer:
-                raise ValueError(
-                    f"tasks.{name}.reward.overlong_buffer: has no effect, set reward.overlong_buffer for all"
-                )
+            for key in one.reward.of_stages() if one.reward is not None else ():
+                raise ValueError(f"tasks.{name}.reward.{key}: has no effect, set reward.{key} for all")
         return self
 
     @model_validator(mode="before")
     @classmethod
     def _restore_nulls(cls, data: Any) -> Any:
         return nulls.restore(data) if isinstance(data, dict) else data
+
+
+check_sections()

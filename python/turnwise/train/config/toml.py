@@ -17,6 +17,7 @@ from turnwise.train.config.policies import OptimizerConfig, PolicyConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.utils.files import expanded, parse_toml, read_regular
 from turnwise.utils.registry import code_files, did_you_mean
+from turnwise.utils.values import problem
 
 EXTENDS = "extends"
 """Key of a config file that names another file, relative to this one, whose settings it overrides."""
@@ -27,6 +28,17 @@ CONFIG_FILE = "config.toml"
 
 class ConfigError(ValueError):
     """An invalid configuration: the message names the key, its value and what was expected."""
+
+
+@contextmanager
+def told_by_key(
+    key: str, value: Any = ..., errors: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> Iterator[None]:
+    """Turn an error of the block into a :class:`ConfigError` that names ``key``."""
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(problem(key, error, value)) from error
 
 
 class Problems:
@@ -118,12 +130,12 @@ def set_value(data: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     data[leaf] = value
 
 
-def explain_problem(problem: Mapping[str, Any]) -> str:
+def explain_problem(found: Mapping[str, Any]) -> str:
     """Turn an entry of pydantic's ``ValidationError`` into one line."""
-    path = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
+    path = [str(part) for part in found["loc"]]
+    if found["type"] == "extra_forbidden":
         return f"unknown config key {'.'.join(path)!r}; {did_you_mean(path[-1], _known_keys(path[:-1]))}"
-    return f"config key {'.'.join(path)!r} = {problem['input']!r}: {problem['msg']}"
+    return problem(".".join(path), found["msg"], found["input"])
 
 
 def _known_keys(parents: list[str]) -> list[str]:

@@ -39,6 +39,15 @@ class Ablation:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalSet:
+    """Held-out episodes and the rubric metric that counts as success. ``ablations`` are the actors to leave out."""
+
+    requests: Sequence[EpisodeRequest]
+    metric: str
+    ablations: Sequence[Ablation] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Addition:
     """Measured success with one actor bypassed, and with it alone; ``None`` where that can't be played."""
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
-from turnwise.arena.stages.task_labels import TASK
 from turnwise.samples.step_metrics import with_zero_counts
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Sampling
@@ -157,8 +156,8 @@ def _by_task(
 ) -> dict[str, Estimate]:
     of_task: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
     for result, value, cluster in zip(results, values, clusters, strict=True):
-        if TASK in result.rollout.meta:
-            own = of_task[result.rollout.meta[TASK]]
+        if (task := result.rollout.facts.task) is not None:
+            own = of_task[task]
             own[0].append(value)
             own[1].append(cluster)
     return {task: estimate(*own) for task, own in of_task.items()}

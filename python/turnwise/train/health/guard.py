@@ -8,6 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from turnwise.settings.section import RunFacts
 from turnwise.train.callbacks import Callback, TrainerView
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems
@@ -111,12 +112,13 @@ class Guard(Callback):
             self._first[name] = {actor: Sums(*sums) for actor, sums in first.items()}
 
 
-def check_health(config: TrainConfig, seats: Sequence[str]) -> list[str]:
-    """List the problems of the signals that ``config`` watches, one line each."""
+def signal_problems(run: RunFacts) -> list[str]:
+    """List the problems of the signals that the run watches, one line each."""
     problems = Problems()
-    for name in config.health.signals:
+    seats = () if run.task is None else run.task.seats
+    for name in run.config.health.signals if run.task is not None else ():
         with problems.gathered():
-            _build_signal(config, name, seats)
+            _build_signal(run.config, name, seats)
     return problems.lines
 
 

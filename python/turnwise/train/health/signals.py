@@ -63,7 +63,7 @@ class SeatSkew(Signal):
         played = [
             rollout
             for rollout in _finished(results)
-            if not rollout.meta.get("policies") and set(self.seats) <= rollout.rewards.keys()
+            if not rollout.facts.policies and set(self.seats) <= rollout.rewards.keys()
         ]
         if len(self.seats) != 2 or not played:
             return {}

@@ -10,6 +10,7 @@ from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import EpisodeRequest, GenerateResult
+from turnwise.utils.values import problem
 
 
 @dataclass(slots=True)
@@ -72,11 +73,12 @@ async def check_start(trainer: TrainerView, questions: Sequence[EpisodeRequest],
         trainer.log.note(f"the starting policy succeeds in {succeeded} samples ({metric})")
     elif attempts.measured:
         config, differ = trainer.config.health, sum(len(earned) > 1 for earned in attempts.rewards.values())
-        raise ConfigError(
-            f"config key 'health.start_questions' = {config.start_questions}: expected the starting policy to succeed "
-            f"at least once, but {metric} was 0 in all {attempts.episodes} ({config.start_samples} samples of each of "
-            f"{len(attempts.rewards)} questions), so there is nothing to reinforce. Means: {attempts.means()}. Train a "
-            "longer warm start or use better demonstrations (warm_start.steps, warm_start.target_reproduced), or ask "
-            f"easier questions (task_options). health.start_questions = 0 skips this check: rewards differ between the "
-            f"samples of {differ} questions, and only these train"
+        why = (
+            f"expected the starting policy to succeed at least once, but {metric} was 0 in all {attempts.episodes} "
+            f"({config.start_samples} samples of each of {len(attempts.rewards)} questions), so there is nothing to "
+            f"reinforce. Means: {attempts.means()}. Train a longer warm start or use better demonstrations "
+            "(warm_start.steps, warm_start.target_reproduced), or ask easier questions (task_options). "
+            "health.start_questions = 0 skips this check: rewards differ between the samples of "
+            f"{differ} questions, and only these train"
         )
+        raise ConfigError(problem("health.start_questions", why, config.start_questions))

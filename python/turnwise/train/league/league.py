@@ -22,10 +22,8 @@ from turnwise.train.league.payoffs import GameResult, Payoffs, bradley_terry, ga
 from turnwise.train.league.pool import LIVE, OpponentSlots, Pool, Snapshot, slot_name
 from turnwise.train.learner.learner import Learner
 from turnwise.types import EpisodeRequest, GenerateResult
+from turnwise.types.facts import Match
 from turnwise.utils.threads import to_thread
-
-MARK = "league"
-"""Key in a league rollout's ``meta``, with the member (its step), the seat of the live policies, and the match."""
 
 
 class League(Callback):
@@ -132,8 +130,8 @@ class League(Callback):
     def against(self, request: EpisodeRequest, member: Snapshot, slot: int, seat: str, match: str) -> EpisodeRequest:
         """Return ``request`` with the live policies only in ``seat``."""
         others = {other: slot_name(self.policy_of[other], slot) for other in self.seats if other != seat}
-        mark = {"member": member.step, "seat": seat, "match": match}
-        return replace(request, policies={**request.policies, **others}, meta={**request.meta, MARK: mark})
+        mark: Match = {"member": member.step, "seat": seat, "match": match}
+        return replace(request, policies={**request.policies, **others}, facts=replace(request.facts, league=mark))
 
     # -- results -------------------------------------------------------------------------------------------------------
     def record(self, results: Sequence[GenerateResult]) -> dict[str, float]:
@@ -143,7 +141,7 @@ class League(Callback):
         names = {member.step: member.name for member in self.pool.members}
         matches: dict[tuple[int, str], list[GameResult]] = {}
         for result in results:
-            mark = result.rollout.meta.get(MARK)
+            mark = result.rollout.facts.league
             if mark is not None and result.rollout.error is None and mark["member"] in names:
                 game = game_of(result.rollout, [mark["seat"]], self.seats)
                 matches.setdefault((mark["member"], mark["match"]), []).append(game)

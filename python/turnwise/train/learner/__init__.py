@@ -1,5 +1,5 @@
 """Learners: the models, optimizers and checkpoints behind the training loop: in one process, sharded, or on a server.
 
 Read in this order: learner, local, sharded, tinker.
-May import: types, train.config, train.model, train.terms, train.update, train.checkpoint.
+May import: types, utils, train.config, train.model, train.terms, train.update, train.checkpoint.
 """

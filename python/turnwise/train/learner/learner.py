@@ -47,9 +47,9 @@ class Updated:
 class Learner(Protocol):
     """Holds the models of all policies, and trains them."""
 
-    whole: bool
+    holds_all_weights: bool
     """True if this process has all weights of the policies' models."""
-    torn: bool
+    partially_updated: bool
     """True if a failed update had changed weights that can't be restored: they belong to no step."""
     constrained_unsupported_reason: str
     """Reason why it can't train on calls that were sampled under a grammar; empty if it can."""
@@ -65,7 +65,7 @@ class Learner(Protocol):
 
         ``shares`` set the learning rates. ``rng`` draws the minibatches. Raises ``FloatingPointError`` as
         :func:`~turnwise.train.update.update.update_policy` does, and for weights that are not finite afterwards. After
-        an error the policies are as before, or ``torn`` is true.
+        an error the policies are as before, or ``partially_updated`` is true.
         """
 
     def send(self, name: str, receive: Callable[[Weights], T], *, base: bool = False) -> T:

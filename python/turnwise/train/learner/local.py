@@ -34,7 +34,7 @@ MAX_COPIED_BYTES = 1 << 30
 class LocalLearner:
     """Trains ``policies``, whole models in this process, one after the other."""
 
-    whole = True
+    holds_all_weights = True
     constrained_unsupported_reason = ""
 
     def __init__(self, policies: Mapping[str, Policy], config: TrainConfig) -> None:
@@ -44,7 +44,7 @@ class LocalLearner:
         for policy in self.policies.values():
             attach_terms(policy, config.loss)
         self.trained = self.policies  # here, and not by other processes
-        self.torn = False
+        self.partially_updated = False
 
     def update(
         self, batch: TrainingBatch, phase: Collection[str], shares: RunShares, rng: np.random.Generator, show: Show
@@ -73,7 +73,7 @@ class LocalLearner:
             for name in updated.trained:
                 metrics[name] |= refresh(self.policies[name], self.config.loss.kl)
         except BaseException:
-            self.torn = not undo.restore()
+            self.partially_updated = not undo.restore()
             raise
         return updated
 

@@ -36,6 +36,7 @@ from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import give_policies, shard_policies, whole
 from turnwise.types import TrainingBatch
+from turnwise.utils.values import problem
 
 _IDLE = timedelta(days=7)
 """Longest wait for rank 0, which may sample for hours. If rank 0 dies, gloo raises at once."""
@@ -55,7 +56,7 @@ class ShardedLearner(LocalLearner):
             learner.follow()
     """
 
-    whole = False
+    holds_all_weights = False
     constrained_unsupported_reason = "a sharded model does not renormalise over the allowed tokens yet"
 
     def __init__(
@@ -68,7 +69,7 @@ class ShardedLearner(LocalLearner):
         offload: bool = False,
     ) -> None:
         if config.loss.critic is not None:
-            raise ConfigError("config key 'loss.critic': a value head trains in one process: expected no setting here")
+            raise ConfigError(problem("loss.critic", "a value head trains in one process: expected no setting here"))
         super().__init__(policies, config)
         self.rank = mesh.get_rank()
         self._calls = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_IDLE, backend="gloo")
@@ -264,7 +265,7 @@ class ParallelLearner(ShardedLearner):
         try:
             outcomes = self._together(work)
         except BaseException:
-            self.torn = True  # the other groups may have been updated
+            self.partially_updated = True  # the other groups may have been updated
             raise
         metrics = {name: each for updated, _ in outcomes for name, each in updated.metrics.items()}
         for _, progress in outcomes:

@@ -14,6 +14,7 @@ from turnwise.inference.common.proxies import is_loopback
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.metrics import GROWTH, numbers_of
+from turnwise.utils.values import problem
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -114,10 +115,8 @@ class Prometheus:
             thread.submit(self._listen(host.strip("[]"), int(port), lambda: _Scrape(registry, names))).result()
         except OSError as error:
             thread.stop()
-            raise ConfigError(
-                f"config key 'log.prometheus' = {self._address!r}: expected a free port of this machine, got: "
-                f"{error.strerror or error}. Choose another one"
-            ) from error
+            why = f"expected a free port of this machine, got: {error.strerror or error}. Choose another one"
+            raise ConfigError(problem("log.prometheus", why, self._address)) from error
         self._server = thread
 
     async def _listen(self, host: str, port: int, protocol: Callable[[], asyncio.Protocol]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from turnwise.train.config.toml import ConfigError
 from turnwise.utils.files import read_json, replace_text
+from turnwise.utils.values import problem
 
 
 class WandB:
@@ -106,10 +107,8 @@ class WandB:
                 **_unless_set({"DIR": ("dir", str(self.folder)), "NAME": ("name", self.folder.name)}),
             )
         except (wandb.Error, OSError, ValueError) as error:
-            raise ConfigError(
-                f"config key 'log.wandb' = {self.project!r}: Weights & Biases opens no run: {error} "
-                "(log.wandb_mode = 'offline' needs neither key nor network)"
-            ) from error
+            why = f"Weights & Biases opens no run: {error} (log.wandb_mode = 'offline' needs neither key nor network)"
+            raise ConfigError(problem("log.wandb", why, self.project)) from error
         self._open_row = self._new_row = getattr(self._run, "starting_step", 0)
         self._remember()
 

@@ -20,6 +20,7 @@ from turnwise.train.log.prometheus import Prometheus
 from turnwise.train.log.secrets import hide_secrets
 from turnwise.train.log.weights_and_biases import WandB
 from turnwise.utils.files import bounded_lines, open_regular, open_to_append, parse_json_line, replace_text, replacing
+from turnwise.utils.values import problem
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -103,9 +104,7 @@ class TensorBoard:
             with TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
-            raise ConfigError(
-                f"config key 'log.tensorboard' = true: {self.folder} can't be written: {error}"
-            ) from error
+            raise ConfigError(problem("log.tensorboard", f"{self.folder} can't be written: {error}", True)) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writer is None:

@@ -31,10 +31,11 @@ from turnwise.inference.weights.lora import SharedBase, peft_or_raise
 from turnwise.train.config.features import FEATURES, term_classes
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, sharing, steps_in_training
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
+from turnwise.train.config.toml import ConfigError, told_by_key
 from turnwise.train.model.export import check_savable
 from turnwise.train.model.policy import Policy
 from turnwise.utils.registry import did_you_mean
+from turnwise.utils.values import problem
 
 TINY = "tiny"
 """The ``path`` of a model that is built from scratch."""
@@ -43,22 +44,22 @@ Tiny = Callable[[], tuple[Any, nn.Module]]
 """Builds the tokenizer and the tiny model; every call returns equal ones."""
 
 
-def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
+def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bool = True) -> Any:
     """Check the files at each path, and return the one tokenizer of all ``policies``; no weights are read.
 
     Raises :class:`ConfigError` with a line for each path that can't be read, whose tokenizer differs or has no chat
     template, or whose model has fewer embeddings than the tokenizer has tokens. Raises ``ImportError`` for adapters if
-    ``peft`` is missing.
+    ``peft`` is missing, unless a server ``adapts`` the models.
     """
-    if any(settings.lora for settings in policies.values()):
+    if adapts and any(settings.lora for settings in policies.values()):
         peft_or_raise()
     paths = {f"policies.{name}.path": settings.path for name, settings in policies.items()}
     paths |= {f"policies.{name}.reference": s.reference for name, s in policies.items() if s.reference is not None}
     # The tiny model has its own tokenizer, so no other model can share the run.
     if TINY in paths.values():
-        others = [f"config key {key!r} = {path!r}" for key, path in paths.items() if path != TINY]
-        if others:
-            raise ConfigError("\n".join(f"{each}: expected 'tiny', which has its own tokenizer" for each in others))
+        why = "expected 'tiny', which has its own tokenizer"
+        if others := [problem(key, why, path) for key, path in paths.items() if path != TINY]:
+            raise ConfigError("\n".join(others))
         return tiny()[0]
     # Compare every path's tokenizer with that of the first path, and collect all problems.
     tokenizer, problems = None, []
@@ -73,28 +74,24 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny) -> Any:
             loaded = read_tokenizer(path)
             rows = whole.get_text_config().vocab_size
             for mended in check_savable(whole, generation, loaded):
-                warnings.warn(f"config key {key!r} = {path!r}: {mended}", RuntimeWarning, stacklevel=2)
+                warnings.warn(problem(key, mended, path), RuntimeWarning, stacklevel=2)
         except (OSError, ValueError) as error:
             folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
-            problems.append(f"config key {key!r} = {path!r}: {folder or str(error).strip().splitlines()[0]}")
+            problems.append(problem(key, folder or str(error).strip().splitlines()[0], path))
             continue
         # The first tokenizer needs a chat template; the others must have its vocabulary.
         if tokenizer is None:
             tokenizer, first = loaded, path
             if tokenizer.chat_template is None:
                 problems.append(
-                    f"config key {key!r} = {path!r}: its tokenizer has no chat template; use an instruction-tuned model"
+                    problem(key, "its tokenizer has no chat template; use an instruction-tuned model", path)
                 )
         elif loaded.get_vocab() != tokenizer.get_vocab():
-            problems.append(
-                f"config key {key!r}: the tokenizer of {path!r} differs from that of {first!r}; "
-                "the policies of one run must share theirs"
-            )
+            why = f"the tokenizer of {path!r} differs from that of {first!r}"
+            problems.append(problem(key, f"{why}; the policies of one run must share theirs"))
         keep_ends(tokenizer, generation)
         if rows < len(loaded):
-            problems.append(
-                f"config key {key!r} = {path!r}: the model embeds {rows} tokens, its tokenizer has {len(loaded)}"
-            )
+            problems.append(problem(key, f"the model embeds {rows} tokens, its tokenizer has {len(loaded)}", path))
     if problems:
         raise ConfigError("\n".join(problems))
     return tokenizer
@@ -112,10 +109,8 @@ def load_models(
         settings = policies[names[0]]
         model = load_model(settings.path, settings.dtype, tiny, empty=empty)
         if any(policies[name].gradient_checkpointing for name in names):
-            try:
+            with told_by_key(f"policies.{names[0]}.gradient_checkpointing", True):
                 recompute_layers(model)
-            except ValueError as error:
-                raise ConfigError(f"config key 'policies.{names[0]}.gradient_checkpointing' = True: {error}") from error
         models |= dict.fromkeys(names, model)
     return {name: models[name] for name in policies}
 
@@ -134,10 +129,8 @@ def check_targets(models: Mapping[str, nn.Module], policies: Mapping[str, Policy
                     for module, part in models[name].named_modules()
                     if isinstance(part, nn.Linear)
                 }
-                problems.append(
-                    f"config key 'policies.{name}.lora.target_modules': the model has no module {target!r}; "
-                    f"{did_you_mean(target, kinds)}"
-                )
+                why = f"the model has no module {target!r}; {did_you_mean(target, kinds)}"
+                problems.append(problem(f"policies.{name}.lora.target_modules", why))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -163,11 +156,8 @@ def attach_adapters(
             if lora is None:
                 adapted[name] = shared.plain()
                 continue
-            try:
+            with told_by_key(f"policies.{name}.lora.target_modules", lora.target_modules):
                 adapted[name] = shared.add_adapter(name, peft_config(lora), seed + list(policies).index(name))
-            except ValueError as error:
-                key = f"policies.{name}.lora.target_modules"
-                raise ConfigError(f"config key {key!r} = {lora.target_modules!r}: {error}") from error
         if any(policies[name].gradient_checkpointing for name in names):
             shared.enable_gradient_checkpointing()
     return adapted
@@ -229,7 +219,7 @@ def find_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"config key 'device' = {name!r}: {reason}; expected auto, cpu or cuda") from error
+        raise ConfigError(problem("device", f"{reason}; expected auto, cpu or cuda", name)) from error
     return device
 
 

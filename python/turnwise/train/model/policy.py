@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from turnwise.inference.common.hf_model import limit_head, recompute_layers, recomputes, tokens_of
+from turnwise.inference.common.hf_model import count_tokens, limit_head, recompute_layers, recomputes
 from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.config.policies import OptimizerConfig
+from turnwise.train.config.schedule import RunPlace
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.head import ENTROPIES, LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, explain_out_of_memory, micro_batches, smallest
@@ -351,7 +352,7 @@ class Policy:
 
 def limit_heads(policies: Mapping[str, Policy], tokenizer: Any) -> None:
     """Leave the rows of heads that are no tokens out of the distributions of ``policies`` and their references."""
-    rows = tokens_of(tokenizer)
+    rows = count_tokens(tokenizer)
     for policy in policies.values():
         for part in ("model", "reference"):  # a policy of other processes may have neither
             limit_head(getattr(policy, part, None), rows)
@@ -367,37 +368,3 @@ def fingerprints(policies: Mapping[str, Policy]) -> dict[str, tuple[int, ...]]:
     for name, base in bases.values():
         bits[f"the base of {name}"] = bit_sums(named_weights(base), policies[name].ranks)
     return bits
-
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    "linear": lambda progress: 1 - progress,
-}
-"""Decay shapes: the rate falls from 1 to 0 while the progress goes from 0 to 1."""
-
-
-class RunPlace:
-    """Place of a policy in its run of ``total`` planned updates, from 0 at the start to 1 at the end.
-
-    Each update advances it by ``1 / total``, and :meth:`follow` sets it.
-    """
-
-    def __init__(self, total: int) -> None:
-        self.total = max(1, total)
-        self._share, self._updates = 0.0, 0
-
-    def follow(self, share: float, updates: int) -> None:
-        """Set the place to ``share`` at the present number of ``updates``."""
-        self._share, self._updates = share, updates
-
-    def rate(self, config: OptimizerConfig, updates: int) -> float:
-        """Return the learning rate after ``updates`` updates, as a share of its peak.
-
-        It rises over the first ``warmup`` updates, and falls from 1 at the place where these should end to
-        ``min_lr_ratio`` at the end of the run.
-        """
-        place, floor = self._share + (updates - self._updates) / self.total, config.min_lr_ratio
-        rising = min(1.0, (updates + 1) / config.warmup) if config.warmup else 1.0
-        begin = config.warmup / self.total
-        progress = (place - begin) / (1 - begin) if begin < 1 else 0.0
-        return rising * (floor + (1 - floor) * SCHEDULES[config.schedule](min(1.0, max(0.0, progress))))

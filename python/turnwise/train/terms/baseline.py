@@ -20,13 +20,14 @@ from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.ops import optimal_token_baseline
-from turnwise.train.config.base import RunFacts, Section, problem
+from turnwise.settings.section import RunFacts, Section
 from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
 from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
 from turnwise.types import GenerateResult, GroupedCredit, RowColumn, Sample, TrainingBatch
+from turnwise.utils.values import problem
 
 GROUPS = "group_index"
 

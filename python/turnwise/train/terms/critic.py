@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.ops import gae, value_loss
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch, pack
@@ -29,6 +29,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Added, Part, Term
 from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
 from turnwise.types import TrainingBatch
+from turnwise.utils.values import problem
 
 HEAD = "critic"
 """Name of the head among those of a policy."""
@@ -162,10 +163,8 @@ def value_head(policy: Policy) -> nn.Linear:
     Raises ``ValueError`` for a model whose rows must be padded.
     """
     if not policy.forward.packed:
-        raise ValueError(
-            f"config key 'loss.critic': policy {policy.name!r} needs padded rows, and a value head reads packed ones: "
-            "expected another model, or no critic"
-        )
+        why = f"policy {policy.name!r} needs padded rows, and a value head reads packed ones"
+        raise ValueError(problem("loss.critic", f"{why}: expected another model, or no critic"))
     size = policy.forward.lm.config.get_text_config().hidden_size
     head = nn.utils.skip_init(nn.Linear, size, 1, device=policy.device)
     nn.init.zeros_(head.weight)

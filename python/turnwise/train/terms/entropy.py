@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.terms.term import Added, Part, Term
+from turnwise.utils.values import problem
 
 
 class EntropyBonus(Term):

@@ -14,14 +14,15 @@ from turnwise.arena.stages.stage import Stage
 from turnwise.ops import KL
 from turnwise.samples.pack import pack
 from turnwise.samples.training_samples import penalize
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import KLConfig, LossConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import terms_of
 from turnwise.train.terms.term import Part, Term
-from turnwise.types import CreditCapabilities, Sample, TrainingBatch
+from turnwise.types import Sample, TrainingBatch
+from turnwise.utils.values import problem
 
 ERROR_BOUND = 0.2
 """Bound to which a KL's relative distance from the target is clipped (Ziegler et al. 2019, section 2.2)."""
@@ -60,11 +61,6 @@ class KLTerm(Term):
     def configure(self, config: LossConfig, actors: Sequence[str]) -> None:
         super().configure(config, actors)
         self.present, kl = self.coefficient(config.kl), config.kl
-        if kl.importance_weighted and not self.is_on(config):
-            raise ValueError(
-                "config key 'loss.kl.importance_weighted' = True: expected False with loss.kl.apply_to = 'reward': "
-                "the policy that sampled earned the reward, so there is no ratio"
-            )
         computed = self.is_on(config) and self.present
         self.kl = KL(kl.estimator, self.present, kl.importance_weighted) if computed else None
 
@@ -136,10 +132,11 @@ def refresh_problem(policies: Mapping[str, Policy], config: KLConfig) -> str:
     """Return why ``refresh_every`` can't be served for one of ``policies``; empty if it can."""
     for name, policy in policies.items() if config.refresh_every is not None else ():
         if policy.base is not None and policy.reference is not None:
-            return (
-                f"config key 'loss.kl.refresh_every' = {config.refresh_every}: the reference of the adapter {name!r} "
-                "is its base without it, which has no weights of its own. Train whole models, or leave the key out"
+            why = (
+                f"the reference of the adapter {name!r} is its base without it, which has no weights of its own. Train "
+                "whole models, or leave the key out"
             )
+            return problem("loss.kl.refresh_every", why, config.refresh_every)
     return ""
 
 
@@ -166,17 +163,6 @@ def reference_logprobs(policy: Policy, batch: TrainingBatch, max_tokens: int) ->
     policy.model.eval()  # an adapter's reference is its own model with the adapter off
     micros = policy.cut(batch, np.arange(len(batch)), max_tokens)
     return policy.over_stream(len(batch.token_ids), micros, lambda micro: read.read(micro).logprobs_N).double().cpu()
-
-
-def penalty_problem(config: TrainConfig, can: CreditCapabilities) -> str:
-    """Return why a KL in the reward would change no advantage of a credit rule; empty if it would."""
-    if not in_reward(config.loss.kl) or can.mixed_rewards:
-        return ""
-    why = (
-        f"has no effect, as advantages of the rule {config.credit.rule!r} don't depend on the rewards of calls: "
-        "expected 'loss'"
-    )
-    return problem("loss.kl.apply_to", why, "reward")
 
 
 def in_reward(config: KLConfig) -> bool:

@@ -31,6 +31,7 @@ from turnwise.ops import (
 )
 from turnwise.train.config.optimization import LossConfig
 from turnwise.utils.registry import build_with_options, defines, import_by_name
+from turnwise.utils.values import problem
 
 registry: dict[str, Callable[..., Variant]] = {
     "ppo": Clip,
@@ -69,10 +70,8 @@ def find_loss(kind: str) -> Callable[..., Any]:
     else:
         fits = _is_loss(imported)
     if not fits:
-        raise ValueError(
-            f"config key 'loss.type' = {kind!r}: expected a function of ({', '.join(STREAMS)}), a class of objects to "
-            f"call so, or a turnwise.ops.Variant, got {imported!r}"
-        )
+        calls = f"expected a function of ({', '.join(STREAMS)}), a class of objects to call so"
+        raise ValueError(problem("loss.type", f"{calls}, or a turnwise.ops.Variant, got {imported!r}", kind))
     return imported if inspect.isclass(imported) else _with_options(imported)
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from turnwise.ops import Rejection, off_policy_mask, rejection_mask, second_moment_mask, top_entropy_mask
 from turnwise.ops.masks import ESTIMATORS, LEVELS
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig, MasksConfig
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Part, Term
+from turnwise.utils.values import problem
 
 CRITERIA = {f"{level}-{estimator}": (level, estimator) for level in LEVELS for estimator in ESTIMATORS}
 """The names that ``loss.masks.rejection`` takes, with the fields of :class:`turnwise.ops.Rejection`."""
@@ -96,12 +97,13 @@ class Masks(Term):
 
 def _criterion(name: str, bounds: float | tuple[float, float]) -> Rejection:
     """Build the criterion ``name``; ``bounds`` are its largest value, or its smallest and largest."""
-    key = f"config key 'loss.masks.rejection.{name}'"
+    key = f"loss.masks.rejection.{name}"
     level_and_estimator = CRITERIA.get(name.replace("_", "-"))  # overrides have underscores
     if level_and_estimator is None:
-        raise ValueError(f"unknown {key}: expected one of {', '.join(CRITERIA)}")
+        known = ", ".join(CRITERIA)
+        raise ValueError(f"unknown {problem(key, f'expected one of {known}')}")
     low, high = bounds if isinstance(bounds, tuple) else (None, bounds)
     try:
         return Rejection(*level_and_estimator, high=high, low=low)
     except ValueError as error:
-        raise ValueError(f"{key} = {bounds!r}: {error}") from error
+        raise ValueError(problem(key, error, bounds)) from error

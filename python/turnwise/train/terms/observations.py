@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
-from turnwise.train.config.base import Section
+from turnwise.settings.section import Section
 from turnwise.train.model.head import Read
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy

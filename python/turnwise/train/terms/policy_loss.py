@@ -12,7 +12,7 @@ from turnwise.ops import ImportanceCorrection, PolicyLoss, loss_normalizer, poli
 from turnwise.ops.common.layout import RowLayout
 from turnwise.ops.loss.reference import correction_weights
 from turnwise.ops.loss.variants import LOG_RATIO_BOUND
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
@@ -20,6 +20,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.terms.loss_types import make_variant
 from turnwise.train.terms.term import Part, Term
 from turnwise.types.columns import TOKEN_ADVANTAGES
+from turnwise.utils.values import problem
 
 ESS, MEAN, SQUARE = "ess", "importance_weight", "importance_weight_square"
 """Metrics: the effective sample size, as a share of the tokens; the mean importance weight of a token, and that of its

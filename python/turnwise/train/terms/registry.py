@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
 from operator import or_
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from turnwise.arena.stages.stage import Stage
 from turnwise.inference.weights.lora import activated
 from turnwise.ops import PolicyLoss, policy_loss
-from turnwise.train.config.base import RunFacts, problem
+from turnwise.settings.section import RunFacts
 from turnwise.train.config.features import FEATURES, required, term_classes
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.schema import TrainConfig
@@ -24,7 +24,8 @@ from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.support import causal_lm
 from turnwise.train.terms.term import Part, Term
-from turnwise.types import Actor, TrainingBatch
+from turnwise.types import TrainingBatch
+from turnwise.utils.values import problem
 
 TERMS = (
     "masks:Masks",
@@ -195,22 +196,23 @@ def check_term_models(config: TrainConfig, models: Mapping[str, nn.Module]) -> N
 
 def loss_problems(run: RunFacts) -> list[str]:
     """Return the problems of the terms' settings, one line each. It tries the loss on two rows of two tokens."""
-    problems = [line for term in Terms().all.values() for line in term.problems(run)]
-    return problems + check_loss(run.config.loss)
+    loss, terms = run.config.loss, Terms().all.values()
+    problems = [line for term in terms for line in term.problems(run)]
+    if run.server is not None:
+        problems += [problem(key, why, value) for term in terms for key, value, why in term.unserved(loss)]
+    return [*problems, *check_loss(loss), *_unrewarded(run)]
 
 
-def unrewarded_problems(config: TrainConfig, actors: Sequence[Actor]) -> list[str]:
-    """Return one line for each setting without effect, if every actor that trains learns from its teacher alone."""
-    trained = [
-        actor.id for actor in actors if actor.policy in config.policies and config.policies[actor.policy].trainable
-    ]
-    if config.distill.add_to_reward or not trained or not config.teachers().keys() >= set(trained):
-        return []
-    why = (
-        "has no effect, as all actors that train learn from their teachers alone: expected distill.add_to_reward = true"
-    )
-    keys = [key for term in Terms().all.values() for key in term.needing_rewards(config.loss)]
-    return [problem(key, f"{why}, or no setting here") for key in keys]
+def _unrewarded(run: RunFacts) -> Iterator[str]:
+    """Yield a line for each setting without effect, if every actor that trains learns from its teacher alone."""
+    config = run.config
+    trainable = {name for name, policy in config.policies.items() if policy.trainable}
+    trained = {actor.id for actor in run.actors if actor.policy in trainable}
+    if config.distill.add_to_reward or not trained or not config.teachers().keys() >= trained:
+        return
+    why = "has no effect, as all actors that train learn from their teachers alone: expected distill.add_to_reward ="
+    for key in [key for term in Terms().all.values() for key in term.needing_rewards(config.loss)]:
+        yield problem(key, f"{why} true, or no setting here")
 
 
 def check_loss(config: LossConfig) -> list[str]:

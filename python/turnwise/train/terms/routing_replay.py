@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from turnwise.arena.stages.stage import Stage
-from turnwise.inference.common.routed_experts import NO_RECORD, Routers, experts_of, replaying, watch_routers
-from turnwise.train.config.base import Section
+from turnwise.inference.common.routed_experts import NO_RECORD, Routers, find_experts, replaying, watch_routers
+from turnwise.settings.section import Section
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
-from turnwise.types import Column, GenerateResult, RoutedExperts, Sample
+from turnwise.types import Column, GenerateResult, Sample
 from turnwise.types.columns import Places, Stream
 
 NAME = "routed_experts"
@@ -128,7 +128,7 @@ class ExpertsToReplay(Stage):
 
     def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
         for sample in samples:
-            if isinstance(experts := sample.info.get(NAME), RoutedExperts):
+            if (experts := sample.facts.routed_experts) is not None:
                 sample.columns[NAME] = RowExperts(experts)
         return {}
 
@@ -151,7 +151,7 @@ class RoutingReplay(Term):
             yield f"{ASKED}: policy {name!r}: {error}"
 
     def see_whole(self, policy: Policy, config: Any) -> None:
-        mixed = experts_of(policy.forward.lm.config.get_text_config()) is not None
+        mixed = find_experts(policy.forward.lm.config.get_text_config()) is not None
         if config.rollout.routing_replay and policy.trainable and mixed:
             routers_of(policy.forward.lm)
 

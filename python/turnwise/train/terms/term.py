@@ -15,7 +15,7 @@ from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.ops import aggregate
-from turnwise.train.config.base import RunFacts, Section
+from turnwise.settings.section import RunFacts, Section
 from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.policy import Policy

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
@@ -84,19 +84,7 @@ def warm_start(
     loss = LossConfig(type="reinforce")
     everything = constant_credit(demonstrations)
     rng = np.random.default_rng(seed)
-    # Successive rows with the same prompt form a group, which is drawn as a whole. The last groups are held out.
-    groups = [
-        list(rows) for _, rows in groupby(range(len(demonstrations)), lambda i: demonstrations[i].prompt_token_ids)
-    ]
-    shuffled = rng.permutation(len(groups)).tolist()
-    prompts = [tuple(demonstrations[rows[0]].prompt_token_ids) for rows in groups]
-    held_out = choose_held_out(prompts, shuffled, [len(rows) for rows in groups], config.held_out)
-    for name in config.targets() if not held_out else ():
-        raise ValueError(
-            f"warm_start.{name}={getattr(config, name)!r}: expected at least {MIN_HELD_OUT * PROMPTS_PER_HELD_OUT} "
-            f"different prompts, as one in {PROMPTS_PER_HELD_OUT} is held out, got {len(set(prompts))}. Give more rows "
-            "or omit the key"
-        )
+    groups, shuffled, held_out = grouped([tuple(row.prompt_token_ids) for row in demonstrations], config, rng)
     held_out_rows = [demonstrations[row] for group in sorted(held_out) for row in groups[group]]
     stop = Stop(policy, config, HeldOut(held_out_rows, micro_batch_tokens) if held_out else None, on_check)
     # One update per step; when the order runs out, the groups are shuffled again, or begin again.
@@ -129,6 +117,28 @@ def warm_start(
     policy.release()  # the model goes on: its later policy has masters and moments of its own
     model.eval()
     return stop.done
+
+
+def grouped(
+    prompts: Sequence[Hashable], config: WarmStartConfig, rng: np.random.Generator
+) -> tuple[list[list[int]], list[int], set[int]]:
+    """Group the rows with these ``prompts``. Returns the rows of each group, the groups' order, and those held out.
+
+    Successive rows with the same prompt form a group, which is drawn as a whole. The last groups are held out. Raises
+    ``ValueError`` naming a target that reads held-out rows, if there are too few prompts to hold some out.
+    """
+    groups = [list(rows) for _, rows in groupby(range(len(prompts)), lambda row: prompts[row])]
+    shuffled = rng.permutation(len(groups)).tolist()
+    of_group = [prompts[rows[0]] for rows in groups]
+    held_out = choose_held_out(of_group, shuffled, [len(rows) for rows in groups], config.held_out)
+    for name in config.targets() if not held_out else ():
+        raise ValueError(
+            f"warm_start.{name}={getattr(config, name)!r}: expected at least {MIN_HELD_OUT * PROMPTS_PER_HELD_OUT} "
+            f"different prompts, as one in {PROMPTS_PER_HELD_OUT} is held out, and a warm_start.held_out that holds "
+            f"the rows of {MIN_HELD_OUT}, got {len(set(prompts))} prompts and {config.held_out} rows. Give more rows "
+            "or omit the key"
+        )
+    return groups, shuffled, held_out
 
 
 class Saver(Protocol):

@@ -17,9 +17,6 @@ from turnwise.types import PAID_OTHERS, EpisodeState, Messages
 MODEL = "model"
 """Name in metrics of the actor that the model plays against a random player, for any seat."""
 
-ILLEGAL = "illegal_move"
-"""Key of ``step.info`` for the reason why a completion is no legal move."""
-
 
 class ForeignEpisode(MultiTurnEpisode):
     """Actors act as the environment says, until it ends or is cut off, or a move is illegal.
@@ -141,7 +138,7 @@ class ForeignEpisode(MultiTurnEpisode):
         except InvalidActionError as error:
             state.data["illegal"] = actor
             if actor == state.current_actor and state.trajectory:
-                state.trajectory[-1].info[ILLEGAL] = str(error)
+                state.trajectory[-1].facts.illegal_move = str(error)
             return False
         return play.was_legal
 

@@ -25,7 +25,7 @@ from turnwise.integrations.gateway.process import supervisor
 from turnwise.integrations.gateway.process.container import FOLDER, PRIVATE, Container, container_name
 from turnwise.integrations.gateway.process.folder import new_folder, remove_tree
 from turnwise.integrations.gateway.process.program import check_arguments, collect, read_result, render
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.utils.files import expanded
 
 OUTPUT_BYTES = 64 * 1024

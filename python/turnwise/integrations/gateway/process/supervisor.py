@@ -1,4 +1,5 @@
 """Runs one command, and ends with it everything that it started. It is a separate program that imports no turnwise.
+It has more than 400 lines because a container gets this file alone.
 
     python supervisor.py OPTIONS COMMAND ARGUMENT...
 
@@ -217,7 +218,7 @@ def watch(limits: "dict[str, int | str]", child: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # a folder is open for each level of the folders
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     while True:
-        processes = descendants_of(os.getpid())
+        processes = find_descendants(os.getpid())
         broken = ""
         if time.monotonic() >= next_look:
             began = time.monotonic()
@@ -226,8 +227,8 @@ def watch(limits: "dict[str, int | str]", child: int) -> None:
             broken = disk_beyond(folder, held, int(limits["disk"]), int(limits["files"]))
             next_look = time.monotonic() + max(POLL, 9 * (time.monotonic() - began))
         # Processes that start, end or change while they are counted may count twice, so what is too much counts again.
-        over = (most := int(limits["memory"])) and memory_of(processes, hidden, most) > most
-        if not broken and over and memory_of(descendants_of(os.getpid()), hidden, most) > most:
+        over = (most := int(limits["memory"])) and measure_memory(processes, hidden, most) > most
+        if not broken and over and measure_memory(find_descendants(os.getpid()), hidden, most) > most:
             broken = f"more memory than memory_gb={most / 2**30:g}"
         if broken:
             print(f"turnwise: the container used {broken}, and was ended", file=sys.stderr, flush=True)
@@ -236,7 +237,7 @@ def watch(limits: "dict[str, int | str]", child: int) -> None:
         time.sleep(POLL)
 
 
-def memory_of(processes: "list[int]", hidden: int, most: int) -> int:
+def measure_memory(processes: "list[int]", hidden: int, most: int) -> int:
     """Return the bytes of memory of processes: what is resident or swapped out, page tables, and what is ``hidden``.
 
     What they share counts once where a plain sum is more than ``most``.
@@ -375,7 +376,7 @@ def end_descendants(child: int) -> None:
     """Kill what is left of the command's group and all descendants, and wait until there are none."""
     kill_group(child, signal.SIGKILL)
     while True:
-        for process in descendants_of(os.getpid()):
+        for process in find_descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         try:
@@ -386,7 +387,7 @@ def end_descendants(child: int) -> None:
         time.sleep(0.001)
 
 
-def descendants_of(parent: int) -> "list[int]":
+def find_descendants(parent: int) -> "list[int]":
     """Return the children of a process, and theirs. The children of a killed process pass to the subreaper."""
     found = [parent]
     for process in found:  # it grows

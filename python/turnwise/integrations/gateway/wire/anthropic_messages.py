@@ -9,16 +9,16 @@ from typing import Any
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import plain_messages, text_of
 from turnwise.chat.parts import JoinParts, always
-from turnwise.integrations.gateway.wire.ask import (
-    Answered,
-    Ask,
+from turnwise.integrations.gateway.wire.request import (
+    CompletedRequest,
     Earlier,
     Fields,
+    ParsedRequest,
     WireError,
     continued,
     function_tool,
     invalid,
-    list_of,
+    read_objects,
     structured_output,
     tool_choice,
     unsupported,
@@ -36,13 +36,15 @@ WISHES = ("thinking",)
 STOP = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
+def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [
+        _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
+    ]
     system = text_of(fields.take("system"), "system")
     messages: Messages = []
-    given = list_of(fields.take("messages", []), "messages")
+    given = read_objects(fields.take("messages", []), "messages")
     for index, message in enumerate(given):
         messages += _messages(message, f"messages[{index}]")
     thread, config = fields.take("thread", {}), fields.take("output_config", {})
@@ -54,10 +56,10 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     if system:
         goes_on = answer_id is not None and messages[0]["role"] == "system"
         messages = [{"role": "system", "content": system}, *messages[goes_on:]]
-    messages = plain_messages(messages, JoinParts(earlier.answer_of, always))
+    messages = plain_messages(messages, JoinParts(earlier.find_answer, always))
     choice, format = fields.take("tool_choice"), fields.take("output_format")
     format = config.get("format", format)
-    ask = Ask(
+    request = ParsedRequest(
         messages,
         str(fields.take("model", "")),
         tools,
@@ -78,8 +80,8 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     # Templates show a tool's result, but no mark that it failed.
     failed = any(block.get("is_error") for block in blocks)
     lost = [*(["effort"] if config.get("effort") else []), *(["messages.is_error"] if failed else [])]
-    ask.not_applied = (*fields.finish(HARMLESS, WISHES), *lost)
-    return ask
+    request.not_applied = (*fields.finish(HARMLESS, WISHES), *lost)
+    return request
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
     results: Messages = []
     thoughts: list[str] = []
     plain: dict[str, Any] = {"role": role}
-    for index, block in enumerate(list_of(content, f"{where}.content")):
+    for index, block in enumerate(read_objects(content, f"{where}.content")):
         at = f"{where}.content[{index}]"
         match block.get("type"):
             case "text":
@@ -120,25 +122,25 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
     return [*results, plain] if texts or not results else results
 
 
-def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
+def answer(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> dict[str, Any]:
     """Return the body of the answer."""
-    [choice] = answered.choices
+    [choice] = completed.choices
     return {
-        **_head(answered),
-        "content": _blocks(answered),
+        **_head(completed),
+        "content": _blocks(completed),
         "stop_reason": STOP[choice.finish],
         "stop_sequence": choice.stop_string,
-        "usage": {"input_tokens": answered.prompt_tokens, "output_tokens": answered.completion_tokens},
+        "usage": {"input_tokens": completed.prompt_tokens, "output_tokens": completed.completion_tokens},
     }
 
 
-def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
+def events(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> Iterator[bytes]:
     """Yield the answer as a stream of events: each block starts, comes whole, and stops."""
-    [choice] = answered.choices
-    usage = {"input_tokens": answered.prompt_tokens, "output_tokens": 0}
-    start = {**_head(answered), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    [choice] = completed.choices
+    usage = {"input_tokens": completed.prompt_tokens, "output_tokens": 0}
+    start = {**_head(completed), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", message=start)
-    for index, block in enumerate(_blocks(answered)):
+    for index, block in enumerate(_blocks(completed)):
         empty: dict[str, dict[str, Any]] = {
             "text": {"text": ""},
             "thinking": {"thinking": "", "signature": ""},
@@ -149,7 +151,7 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
             yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
     delta = {"stop_reason": STOP[choice.finish], "stop_sequence": choice.stop_string}
-    yield _event("message_delta", delta=delta, usage={"output_tokens": answered.completion_tokens})
+    yield _event("message_delta", delta=delta, usage={"output_tokens": completed.completion_tokens})
     yield _event("message_stop")
 
 
@@ -170,12 +172,12 @@ def error(error: WireError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": error.type, "message": error.message}}
 
 
-def _head(answered: Answered) -> dict[str, Any]:
-    return {"id": f"msg_{answered.id}", "type": "message", "role": "assistant", "model": answered.model}
+def _head(completed: CompletedRequest) -> dict[str, Any]:
+    return {"id": f"msg_{completed.id}", "type": "message", "role": "assistant", "model": completed.model}
 
 
-def _blocks(answered: Answered) -> list[dict[str, Any]]:
-    [choice] = answered.choices
+def _blocks(completed: CompletedRequest) -> list[dict[str, Any]]:
+    [choice] = completed.choices
     message = choice.message()
     blocks: list[dict[str, Any]] = []
     if message.get("reasoning_content"):

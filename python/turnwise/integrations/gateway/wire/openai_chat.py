@@ -9,16 +9,16 @@ from typing import Any
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import not_shown, plain_messages
 from turnwise.chat.parts import JoinParts, never
-from turnwise.integrations.gateway.wire.ask import (
+from turnwise.integrations.gateway.wire.request import (
     MAX_CHOICES,
-    Answered,
-    Ask,
     Choice,
+    CompletedRequest,
     Earlier,
     Fields,
+    ParsedRequest,
     WireError,
     function_tool,
-    list_of,
+    read_objects,
     structured_output,
     tool_choice,
     unsupported,
@@ -48,18 +48,20 @@ WISHES = ("reasoning_effort", "reasoning", "verbosity", "thinking")
 FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
-def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
+def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [
+        _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
+    ]
     options = fields.take("stream_options", {})
     messages = fields.take("messages")
     limits = [fields.count("max_completion_tokens"), fields.count("max_tokens")]
     n, top_k = fields.count("n") or 1, fields.count("top_k", -1)
     if n > MAX_CHOICES:
         raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
-    ask = Ask(
-        plain_messages(messages, JoinParts(earlier.answer_of, never)),
+    request = ParsedRequest(
+        plain_messages(messages, JoinParts(earlier.find_answer, never)),
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(fields.take("tool_choice"), tools),
@@ -78,8 +80,8 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
         turn=fields.turn(),
         continues_answer=fields.flag("continue_final_message", None),
     )
-    ask.not_applied = (*fields.finish(HARMLESS, WISHES), *not_shown(messages))
-    return ask
+    request.not_applied = (*fields.finish(HARMLESS, WISHES), *not_shown(messages))
+    return request
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -89,33 +91,33 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return function_tool(function.get("name"), function.get("description"), function.get("parameters"), where)
 
 
-def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
+def answer(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> dict[str, Any]:
     """Return the body of the answer."""
     return {
-        **_head(answered, "chat.completion"),
+        **_head(completed, "chat.completion"),
         "choices": [
             {
                 "index": index,
                 "message": _message(choice),
-                "logprobs": _logprobs(choice, ask, format),
+                "logprobs": _logprobs(choice, request, format),
                 "finish_reason": FINISH[choice.finish],
             }
-            for index, choice in enumerate(answered.choices)
+            for index, choice in enumerate(completed.choices)
         ],
-        "usage": _usage(answered),
+        "usage": _usage(completed),
     }
 
 
-def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
+def events(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> Iterator[bytes]:
     """Yield the answer as a stream of events: role, text, each call whole, finish, and the usage if asked for."""
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return _event({**_head(answered, "chat.completion.chunk"), "choices": choices, **more})
+        return _event({**_head(completed, "chat.completion.chunk"), "choices": choices, **more})
 
     def delta(index: int, part: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
         return chunk([{"index": index, "delta": part, "logprobs": logprobs, "finish_reason": finish}])
 
-    for index, choice in enumerate(answered.choices):
+    for index, choice in enumerate(completed.choices):
         message = _message(choice)
         yield delta(index, {"role": "assistant", "content": None if message["content"] is None else ""})
         if "reasoning_content" in message:
@@ -125,12 +127,12 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
         parts += [
             {"tool_calls": [{"index": place, **call}]} for place, call in enumerate(message.get("tool_calls", ()))
         ]
-        logprobs = _logprobs(choice, ask, format)
+        logprobs = _logprobs(choice, request, format)
         for part in [*parts, {}]:
             yield delta(index, part, None if part else FINISH[choice.finish], logprobs)
             logprobs = None
-    if ask.include_usage:
-        yield chunk([], usage=_usage(answered))
+    if request.include_usage:
+        yield chunk([], usage=_usage(completed))
     yield b"data: [DONE]\n\n"
 
 
@@ -138,16 +140,16 @@ def error(error: WireError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def _head(answered: Answered, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answered.id}", "object": kind, "created": answered.created, "model": answered.model}
+def _head(completed: CompletedRequest, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{completed.id}", "object": kind, "created": completed.created, "model": completed.model}
 
 
-def _usage(answered: Answered) -> dict[str, Any]:
+def _usage(completed: CompletedRequest) -> dict[str, Any]:
     return {
-        "prompt_tokens": answered.prompt_tokens,
-        "completion_tokens": answered.completion_tokens,
-        "total_tokens": answered.prompt_tokens + answered.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": answered.reused_tokens},
+        "prompt_tokens": completed.prompt_tokens,
+        "completion_tokens": completed.completion_tokens,
+        "total_tokens": completed.prompt_tokens + completed.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": completed.reused_tokens},
     }
 
 
@@ -164,8 +166,8 @@ def _as_text(function: dict[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
 
-def _logprobs(choice: Choice, ask: Ask, format: ChatFormat) -> dict[str, Any] | None:
-    return {"content": token_logprobs(choice, format), "refusal": None} if ask.logprobs else None
+def _logprobs(choice: Choice, request: ParsedRequest, format: ChatFormat) -> dict[str, Any] | None:
+    return {"content": token_logprobs(choice, format), "refusal": None} if request.logprobs else None
 
 
 def token_logprobs(choice: Choice, format: ChatFormat) -> list[dict[str, Any]]:

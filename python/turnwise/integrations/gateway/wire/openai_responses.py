@@ -10,15 +10,15 @@ from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import not_shown, plain_messages, text_of
 from turnwise.chat.parts import JoinParts, as_items
 from turnwise.integrations.gateway.wire import openai_chat
-from turnwise.integrations.gateway.wire.ask import (
-    Answered,
-    Ask,
+from turnwise.integrations.gateway.wire.request import (
+    CompletedRequest,
     Earlier,
     Fields,
+    ParsedRequest,
     continued,
     function_tool,
     invalid,
-    list_of,
+    read_objects,
     structured_output,
     tool_choice,
     unsupported,
@@ -36,22 +36,24 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 WISHES = ("reasoning", "truncation")
 
 
-def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
+def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(list_of(fields.take("tools", []), "tools"))]
+    tools = [
+        _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
+    ]
     instructions, given = fields.take("instructions"), fields.take("input")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
     messages, _ = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
-    messages = plain_messages(messages, JoinParts(earlier.answer_of, as_items, moves_results=True))
-    said = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
+    messages = plain_messages(messages, JoinParts(earlier.find_answer, as_items, moves_results=True))
+    answers = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
     text, include = fields.take("text", {}), fields.take("include", [])
     if not isinstance(text, Mapping):
         raise invalid("text", f"got {str(text)[:80]!r}, expected an object")
     if not isinstance(include, list):
         raise invalid("include", f"got {str(include)[:80]!r}, expected a list")
-    ask = Ask(
-        [*said, *messages],
+    request = ParsedRequest(
+        [*answers, *messages],
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(fields.take("tool_choice"), tools),
@@ -67,8 +69,8 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> Ask:
     )
     left = fields.finish(HARMLESS, WISHES)
     names = () if isinstance(given, str) else not_shown(given)
-    ask.not_applied = (*left, *(["verbosity"] if text.get("verbosity") else []), *names)
-    return ask
+    request.not_applied = (*left, *(["verbosity"] if text.get("verbosity") else []), *names)
+    return request
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _messages(items: Any) -> Messages:
     """Return a message for each input item, with the item's id."""
-    return [_message(item, f"input[{index}]") for index, item in enumerate(list_of(items, "input"))]
+    return [_message(item, f"input[{index}]") for index, item in enumerate(read_objects(items, "input"))]
 
 
 def _message(item: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -88,7 +90,9 @@ def _message(item: Mapping[str, Any], at: str) -> dict[str, Any]:
         case "message":
             return {**part, "role": item.get("role"), "content": text_of(item.get("content"), f"{at}.content")}
         case "reasoning":
-            texts = [text for name in ("content", "summary") for text in list_of(item.get(name) or (), f"{at}.{name}")]
+            texts = [
+                text for name in ("content", "summary") for text in read_objects(item.get(name) or (), f"{at}.{name}")
+            ]
             return {**part, "reasoning_content": "".join(str(text.get("text", "")) for text in texts)}
         case "function_call":
             function = {key: item.get(key) for key in ("name", "arguments")}
@@ -100,26 +104,26 @@ def _message(item: Mapping[str, Any], at: str) -> dict[str, Any]:
             raise unsupported(at, f"an item of type {kind!r} isn't supported")
 
 
-def answer(answered: Answered, ask: Ask, format: ChatFormat) -> dict[str, Any]:
+def answer(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> dict[str, Any]:
     """Return the body of the answer."""
-    [choice] = answered.choices
+    [choice] = completed.choices
     cut = choice.finish == "length"
     return {
-        **_head(answered, ask),
+        **_head(completed, request),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _items(answered, ask, format),
+        "output": _items(completed, request, format),
         "usage": {
-            "input_tokens": answered.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answered.reused_tokens, "cache_write_tokens": 0},
-            "output_tokens": answered.completion_tokens,
+            "input_tokens": completed.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": completed.reused_tokens, "cache_write_tokens": 0},
+            "output_tokens": completed.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+            "total_tokens": completed.prompt_tokens + completed.completion_tokens,
         },
     }
 
 
-def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
+def events(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> Iterator[bytes]:
     """Yield the answer as a stream of events: each item is added, comes whole, and is done."""
     number = 0
 
@@ -129,10 +133,10 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
         data = {"type": kind, "sequence_number": number - 1, **fields}
         return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
-    begun = {**_head(answered, ask), "status": "in_progress", "output": [], "usage": None}
+    begun = {**_head(completed, request), "status": "in_progress", "output": [], "usage": None}
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    for index, item in enumerate(_items(answered, ask, format)):
+    for index, item in enumerate(_items(completed, request, format)):
         at = {"item_id": item["id"], "output_index": index}
         empty: dict[str, dict[str, Any]] = {"message": {"content": []}, "function_call": {"arguments": ""}}
         begun_item = {**item, "status": "in_progress", **empty.get(item["type"], {})}
@@ -149,45 +153,45 @@ def events(answered: Answered, ask: Ask, format: ChatFormat) -> Iterator[bytes]:
             yield event("response.function_call_arguments.delta", delta=written, **at)
             yield event("response.function_call_arguments.done", arguments=written, name=item["name"], **at)
         yield event("response.output_item.done", output_index=index, item=item)
-    whole = answer(answered, ask, format)
+    whole = answer(completed, request, format)
     yield event(f"response.{whole['status']}", response=whole)
 
 
 error = openai_chat.error
 
 
-def _head(answered: Answered, ask: Ask) -> dict[str, Any]:
+def _head(completed: CompletedRequest, request: ParsedRequest) -> dict[str, Any]:
     return {
-        "id": f"resp_{answered.id}",
+        "id": f"resp_{completed.id}",
         "object": "response",
-        "created_at": answered.created,
-        "model": answered.model,
+        "created_at": completed.created,
+        "model": completed.model,
         "error": None,
         "incomplete_details": None,
         "instructions": None,
         "metadata": {},
-        "parallel_tool_calls": ask.parallel_calls,
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
-        "tool_choice": "required" if ask.choice.forced else "none" if ask.choice.names == () else "auto",
+        "parallel_tool_calls": request.parallel_calls,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "tool_choice": "required" if request.choice.forced else "none" if request.choice.names == () else "auto",
         "tools": [],
     }
 
 
-def _items(answered: Answered, ask: Ask, format: ChatFormat) -> list[dict[str, Any]]:
-    [choice] = answered.choices
+def _items(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> list[dict[str, Any]]:
+    [choice] = completed.choices
     message, items = choice.message(), []
     if message.get("reasoning_content"):
         text = {"type": "reasoning_text", "text": message["reasoning_content"]}
-        items.append({"type": "reasoning", "id": f"rs_{answered.id}", "summary": [], "content": [text]})
+        items.append({"type": "reasoning", "id": f"rs_{completed.id}", "summary": [], "content": [text]})
     calls = message.get("tool_calls", ())
     if message["content"] or not calls:
-        logprobs = openai_chat.token_logprobs(choice, format) if ask.logprobs else []
+        logprobs = openai_chat.token_logprobs(choice, format) if request.logprobs else []
         part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
         items.append(
             {
                 "type": "message",
-                "id": f"msg_{answered.id}",
+                "id": f"msg_{completed.id}",
                 "role": "assistant",
                 "status": "incomplete" if choice.finish == "length" else "completed",
                 "content": [part],
@@ -198,7 +202,7 @@ def _items(answered: Answered, ask: Ask, format: ChatFormat) -> list[dict[str, A
         items.append(
             {
                 "type": "function_call",
-                "id": f"fc_{answered.id}_{index}",
+                "id": f"fc_{completed.id}_{index}",
                 "call_id": call["id"],
                 "name": function["name"],
                 "arguments": json.dumps(function["arguments"], ensure_ascii=False),

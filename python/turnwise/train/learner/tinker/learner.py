@@ -29,7 +29,7 @@ from turnwise.train.checkpoint.run_state import generator_states, set_generator_
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import RunShares, Show, T, Updated, Weights
 from turnwise.train.learner.tinker.remote import Passed, RemoteAdapter, RemotePolicy
-from turnwise.train.learner.tinker.wire import SERVERS, server_loss, stream_of, wire_rows
+from turnwise.train.learner.tinker.wire import server_loss, stream_of, wire_rows
 from turnwise.train.model.head import Read
 from turnwise.train.model.micro_batch import SINGLE_RANK, minibatches, pack
 from turnwise.train.terms.registry import Terms
@@ -37,6 +37,7 @@ from turnwise.train.terms.term import Part
 from turnwise.train.update.log import UpdateLog, describe_bad_rows
 from turnwise.train.update.update import rows_of
 from turnwise.types import TrainingBatch
+from turnwise.utils.values import problem
 
 STATES = "tinker.json"
 """File of a checkpoint with the paths of the saved states on the server."""
@@ -62,7 +63,7 @@ class TinkerLearner:
     with a gradient that is not finite, so this ends the run.
     """
 
-    whole = False
+    holds_all_weights = False
     constrained_unsupported_reason = "a Tinker server does not renormalise over the allowed tokens"
 
     def __init__(
@@ -75,10 +76,10 @@ class TinkerLearner:
     ) -> None:
         self.policies: dict[str, Any] = dict(policies)
         self.adapters, self.config, self.base_model, self._base = dict(adapters), config, base_model, base
-        self.kind = SERVERS[config.learner.tinker.server]
+        self.kind = config.learner.server
         self._numbers, self._run = itertools.count(), secrets.token_hex(4)
         self._confirmed = False
-        self.torn = False
+        self.partially_updated = False
 
     # -- updates -------------------------------------------------------------------------------------------------------
     def update(
@@ -98,7 +99,7 @@ class TinkerLearner:
             sent = self._send(batch, parts, terms)
             metrics = {name: self._measure(name, batch, terms, rates[name], each, show) for name, each in sent.items()}
         except BaseException:
-            self.torn = any(policy.updates != before[name] for name, policy in self.policies.items())
+            self.partially_updated = any(policy.updates != before[name] for name, policy in self.policies.items())
             raise
         for name, measured in metrics.items():
             self.policies[name].version += bool(measured.get("updates"))
@@ -177,10 +178,9 @@ class TinkerLearner:
         sums = any(key.endswith(":sum") for key in passed.metrics)
         if sums == self.kind.means:
             does, key = ("sums", "hosted' or 'skyrl") if sums else ("averages", "skyrl-jax")
-            raise ValueError(
-                f"config key 'learner.tinker.server' = {self.config.learner.tinker.server!r}: the first answer is that "
-                f"of a server that {does} over tokens: expected '{key}'. No weight has changed"
-            )
+            why = f"the first answer is that of a server that {does} over tokens: expected '{key}'"
+            server = self.config.learner.tinker.server
+            raise ValueError(problem("learner.tinker.server", f"{why}. No weight has changed", server))
         self._confirmed = True
 
     # -- weights -------------------------------------------------------------------------------------------------------

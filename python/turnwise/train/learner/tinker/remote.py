@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from turnwise.inference.tinker import TinkerServer, TinkerServerError, datum, tinker_or_raise
 from turnwise.train.config.policies import OptimizerConfig
+from turnwise.train.config.schedule import RunPlace
 from turnwise.train.learner.tinker.wire import ServerLoss, WireRow
 from turnwise.train.model.micro_batch import SINGLE_RANK
-from turnwise.train.model.policy import Policy, RunPlace
+from turnwise.train.model.policy import Policy
 from turnwise.train.model.weights import MasterWeights
 
 

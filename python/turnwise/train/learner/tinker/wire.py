@@ -8,7 +8,7 @@ gradient are then turnwise's, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,36 +16,11 @@ import numpy as np
 from torch import Tensor
 
 from turnwise.ops import CISPO, GPG, Clip, Reinforce, Variant
+from turnwise.settings.section import RunFacts, trial
+from turnwise.train.config.cluster import ServerKind
 from turnwise.train.model.micro_batch import MicroBatch
+from turnwise.train.terms.loss_types import make_variant
 from turnwise.types import TrainingBatch
-
-
-@dataclass(frozen=True, slots=True)
-class ServerKind:
-    """Properties of a kind of server: its treatment of rows and settings of an update."""
-
-    means: bool = False
-    """It averages over a row's tokens, those of the prompt included, and then over the rows; else it sums."""
-    clips: bool = False
-    """It clips the gradient's norm as the update sets it; else by its own settings, or never."""
-    adam: bool = False
-    """It takes betas, epsilon and weight decay from the update; else from its own settings."""
-    reorders: bool = False
-    """It may run an update before a pass that was sent earlier, unless that pass has been answered."""
-    trains_its_sampler: bool = False
-    """An update also changes the weights of samplers that were made before it."""
-    shares_decay: bool = False
-    """An update's weight decay also shrinks the other adapters."""
-
-
-SERVERS = {
-    "hosted": ServerKind(clips=True, adam=True),
-    # SkyRL 0.3: skyrl/backends/skyrl_train_backend.py, read
-    "skyrl": ServerKind(reorders=True),
-    # SkyRL 0.3: skyrl/backends/jax.py, tested
-    "skyrl-jax": ServerKind(means=True, adam=True, reorders=True, trains_its_sampler=True, shares_decay=True),
-}
-"""Kinds of servers, by ``learner.tinker.server``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +53,13 @@ def server_loss(variant: Variant) -> ServerLoss:
     if isinstance(variant, Clip) and variant.dual_clip is not None:
         raise ValueError(f"loss.options.dual_clip = {variant.dual_clip}: expected none: servers have no dual clip")
     return _LOSSES[type(variant)](variant)
+
+
+def unserved_loss(run: RunFacts) -> Iterator[str]:
+    """Yield a line if a server is to train with a loss that it doesn't have."""
+    loss = run.config.loss
+    if run.server is not None:
+        yield from trial("loss.type", loss.type, lambda: server_loss(make_variant(loss)))
 
 
 @dataclass(frozen=True, slots=True)

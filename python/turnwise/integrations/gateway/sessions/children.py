@@ -14,7 +14,7 @@ from turnwise.arena.runner import create_context
 from turnwise.arena.runtime.context import use_context
 from turnwise.arena.runtime.privacy import check_episode_end
 from turnwise.integrations.gateway.models import ChildModel, Model
-from turnwise.integrations.gateway.session import GatewaySession
+from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.types import CHILD, EpisodeRequest, GenerateResult
 
 
@@ -107,8 +107,8 @@ class ChildSession(GatewaySession):
 
     def report(self) -> None:
         """Add the counts to those of the attempt, which are metrics of its rollout."""
-        seat, of_attempt = self.seats[self.actor], self.root.seats[self.actor]
-        of_attempt.counts.update(seat.counts)
-        of_attempt.own_seconds += seat.own_seconds
+        endpoint, of_attempt = self.endpoints[self.actor], self.root.endpoints[self.actor]
+        of_attempt.counts.update(endpoint.counts)
+        of_attempt.own_seconds += endpoint.own_seconds
         of_attempt.counts["children"] += 1
         of_attempt.counts["children_failed"] += bool(self.error)

@@ -73,7 +73,7 @@ class Earlier:
     answers: dict[str, Message] = field(default_factory=dict)
     """The answers by their ids, and by those of their calls."""
 
-    def answer_of(self, part: Any) -> Message | None:
+    def find_answer(self, part: Any) -> Message | None:
         """Return the answer that a call or an item of the Responses API belongs to, by its id; ``None`` if unknown."""
         of_item = str(part).partition("_")[2]
         names = (str(part), of_item, of_item.rpartition("_")[0])
@@ -119,7 +119,7 @@ class ToolChoice:
 
 
 @dataclass(slots=True)
-class Ask:
+class ParsedRequest:
     """A request in the terms of turnwise. ``None`` means that the agent left it to the actor's settings."""
 
     messages: Messages
@@ -179,8 +179,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """The answer to one :class:`Ask`: its choices, and the counts of its tokens."""
+class CompletedRequest:
+    """The answer to one :class:`ParsedRequest`: its choices, and the counts of its tokens."""
 
     id: str
     created: int
@@ -272,8 +272,8 @@ def tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     if isinstance(choice, Mapping):
         kind = choice.get("type")
         if kind == "allowed_tools":
-            [allowed] = list_of([choice.get("allowed_tools", choice)], "tool_choice.allowed_tools")
-            named = [_name_in(tool) for tool in list_of(allowed.get("tools", ()), "tool_choice.tools")]
+            [allowed] = read_objects([choice.get("allowed_tools", choice)], "tool_choice.allowed_tools")
+            named = [_name_in(tool) for tool in read_objects(allowed.get("tools", ()), "tool_choice.tools")]
             names, choice = tuple(map(str, named)), allowed.get("mode", "auto")
         elif (name := _name_in(choice)) is not None:
             names, choice = (str(name),), "required"
@@ -342,7 +342,7 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> T
     return {"type": "function", "function": function}
 
 
-def list_of(value: Any, where: str) -> list[Mapping[str, Any]]:
+def read_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
     """Return a list of objects. Raises for anything else."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(part, Mapping) for part in value):
         raise invalid(where, "expected a list of objects")

@@ -9,11 +9,13 @@ other request's answer. Without either, an equal request is a new sample, unless
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from turnwise.integrations.gateway.wire.ask import Answered, Ask
-from turnwise.types import Step
+from turnwise.chat.continuation import Conversations
+from turnwise.integrations.gateway.wire.request import CompletedRequest, Earlier, ParsedRequest
+from turnwise.types import Messages, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,10 @@ class GatewayCall:
 
     actor: str
     turn: int
-    ask: Ask
+    request: ParsedRequest
     started: float
     ended: float | None = None
-    task: asyncio.Task[Answered] | None = None
+    task: asyncio.Task[CompletedRequest] | None = None
     number: int = 0
     """Index of the call in its session."""
     order: int = 0
@@ -78,6 +80,34 @@ class GatewayCall:
         if task is None or task.cancelled() or task.cancelling():
             return False
         return not task.done() or task.exception() is None
+
+
+@dataclass(eq=False, slots=True)
+class ActorEndpoint:
+    """An actor in a session: its key, its conversations and its counts."""
+
+    actor: str
+    key: str
+    chats: Conversations
+    calls: int = 0
+    running: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    own_seconds: float = 0.0
+    """Seconds that the gateway itself worked for this actor. No episode metric, as a replay must repeat those."""
+    turns: Counter[int] = field(default_factory=Counter)
+    """The calls of each turn, which an agent may give several of."""
+    resends: dict[Hashable, list[GatewayCall]] = field(default_factory=dict)
+    """The calls with each body, one of which a repeated request joins."""
+    earlier: Earlier = field(default_factory=Earlier)
+    kept: int = 0
+    """Bytes of the longest request of a chat in ``earlier``, with those that it continues."""
+    answers: dict[str, int] = field(default_factory=dict)
+    """The texts of long answers, and the calls that gave them."""
+
+    def carried_in(self, messages: Messages) -> int | None:
+        """Return the latest call whose whole answer stands in a message of the agent, as its summary of a chat does."""
+        given = "\n".join(message["content"] for message in messages if message["role"] != "assistant")
+        return next((call for text, call in reversed([*self.answers.items()]) if text in given), None)
 
 
 def repeated_call(attempt: Attempt, equal: Sequence[GatewayCall]) -> GatewayCall | None:

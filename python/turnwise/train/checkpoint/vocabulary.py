@@ -1,0 +1,42 @@
+"""The tokens that the weights of a run were trained with: a digest in each checkpoint, which a resume compares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+from turnwise.settings.section import problem
+from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume
+from turnwise.train.checkpoint.files import read_state
+from turnwise.train.config.schema import TrainConfig
+from turnwise.train.config.toml import ConfigError
+
+VOCABULARY = "vocabulary"
+"""Key of a checkpoint's state with the digest of the tokenizer's tokens."""
+
+
+def digest_of(tokenizer: Any) -> str | None:
+    """Return a digest of the tokens of ``tokenizer`` and their ids; ``None`` if it can't list them."""
+    tokens: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return blake2b(json.dumps(sorted(tokens.items())).encode(), digest_size=16).hexdigest() if tokens else None
+
+
+def check_vocabulary(config: TrainConfig, read_tokenizer: Callable[[], Any]) -> None:
+    """Raise :class:`ConfigError` if ``config`` goes on from a checkpoint whose tokens are not those of its tokenizer.
+
+    Its weights would not fit, or mean other tokens. ``read_tokenizer`` is only called if a checkpoint tells.
+    """
+    checkpoints = checkpoints_to_resume(config)
+    saved = read_state(checkpoints[-1]).get(VOCABULARY) if checkpoints else None
+    if saved is None or digest_of(read_tokenizer()) in (saved, None):
+        return
+    name, policy = next(iter(config.policies.items()))
+    if policy.path == "tiny":
+        key, value = ("tasks", list(config.tasks)) if config.tasks else ("task", config.task)
+        why = "the tokens of the tiny model are those of the task's texts, and its weights were trained with others"
+    else:
+        key, value = f"policies.{name}.path", policy.path
+        why = "its tokenizer has other tokens than the one that the checkpoint was trained with"
+    raise ConfigError(problem(key, f"{why}. Choose another run_dir to start anew", value))
