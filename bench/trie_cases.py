@@ -14,6 +14,7 @@ from train_cases import EagerForward, Trained, updates
 from turnwise.ops import linear_logprob
 from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.model.forward import Forward
+from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.prefix_tree import PrefixTree
 from turnwise.types import TrainingBatch
@@ -126,7 +127,7 @@ class PrefixGrouperForward:
         self.model: Any = model
         self.model.set_attn_implementation("prefix_grouper_attention")
 
-    def __call__(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def read(self, micro: MicroBatch, needs: Needs = LOGPROBS) -> Read:
         from prefix_grouper import PrefixGrouper
 
         rows = micro.token_ids_T.split(micro.lengths)
@@ -162,11 +163,11 @@ class PrefixGrouperForward:
             + torch.arange(len(mask)).repeat_interleave(
                 mask[:, 1:].sum(1)
             ),  # a row of `hidden` has one place more than completions have tokens
-            entropy=entropy,
+            entropy=needs.entropy,
         )
-        logprobs, entropies = result if entropy else (result, None)
+        logprobs, entropies = result if needs.entropy else (result, None)
         back = token.argsort()
-        return logprobs[back], None if entropies is None else entropies[back]
+        return Read(logprobs[back], None if entropies is None else entropies[back])
 
 
 def sdpa_of_padding(module: Any, query: Tensor, key: Tensor, value: Tensor, padding: Tensor, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from turnwise.arena import MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.tasks import Demonstration, OwnOptions, OwnTask, Player, Split
-from turnwise.tasks.base import split_of
+from turnwise.tasks.base import key_of, split_of
 from turnwise.tasks.proposer_solver import (
     ProposeEpisode,
     ProposerSolverOptions,
@@ -59,6 +59,9 @@ class Drawn(OwnTask):
         while True:
             if split_of(question := self.question(rng)) == split:
                 yield question
+
+    def key_of(self, question: str) -> str:
+        return key_of(question)
 
     def oracle(self) -> Player:
         raise NotImplementedError

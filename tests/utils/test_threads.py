@@ -113,7 +113,7 @@ def test_two_threads_at_once_are_two_loops() -> None:
 LOOPS = {
     "utils/threads.py", "replay/replay.py",  # a replay's own, which detects deadlocks
     "inference/common/http.py",  # of a thread that sends requests
-    "inference/pool/client.py", "inference/transformers_server/launch.py",
+    "inference/pool/follower.py", "inference/transformers_server/launch.py",
 }  # fmt: skip
 
 
