@@ -319,6 +319,7 @@ async def play_one(seed):
     "error::RuntimeWarning",
     "error::pytest.PytestUnraisableExceptionWarning",
     "ignore:an attempt of episode:RuntimeWarning",
+    "ignore:.*blocked the event loop for:RuntimeWarning",  # on a busy machine
 )
 @pytest.mark.parametrize(
     "seeds",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from turnwise.arena.recording.lossless_json import encode
+from turnwise.arena.recording.lossless_json import decode, encode
 from turnwise.arena.recording.rollouts_jsonl import jsonable
 from turnwise.arena.runtime.model_call import check_response, to_step
 from turnwise.inference import TransformersClient
@@ -207,7 +207,7 @@ async def test_steps_have_them_and_records_leave_them_out():
     assert step.facts.routed_experts is response.routed_experts
     assert to_step(None, 0, [], request, response).facts.routed_experts is None, "a judge never trains"
     assert "routed_experts" not in jsonable(step)["info"]
-    assert "routed_experts" not in str(encode(step))
+    assert "RoutedExperts" not in str(encode(step)) and decode(encode(step)).facts.routed_experts is None
     short = replace(response, routed_experts=RoutedExperts(response.routed_experts.ids[1:]))
     with pytest.raises(ModelError, match="the experts of 5 tokens, expected all of prompt and completion but the last"):
         check_response(request, short)

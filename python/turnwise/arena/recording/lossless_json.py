@@ -23,7 +23,7 @@ def encode(value: Any, *, strict: bool = False) -> Any:
     """Return ``value`` as plain JSON. :func:`decode` turns it into an equal value of the same types.
 
     A value that can't be written is kept as its text; decoding it raises :class:`UnserializableValueError`. With
-    ``strict``, it raises ``TypeError`` instead. ``RoutedExperts`` in a dict are left out, as in all records.
+    ``strict``, it raises ``TypeError`` instead. ``RoutedExperts`` are left out, as in all records.
 
     Example: ``encode({"cell": (1, 2)}) == {"cell": {"$tuple": [1, 2]}}``
     """

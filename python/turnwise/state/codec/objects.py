@@ -91,7 +91,10 @@ def _write_dataclass(value: Any, writer: Writer) -> Any:
     name = name_of(kind)
     writer.keep(value)
     needed = frozenset(field.name for field in fields(kind))
-    return {"$dataclass": [name, _write_attributes(_attributes(value), needed, writer)]}
+    attributes = _attributes(value)
+    if writer.omit:
+        attributes = {key: None if isinstance(item, writer.omit) else item for key, item in attributes.items()}
+    return {"$dataclass": [name, _write_attributes(attributes, needed, writer)]}
 
 
 def _read_dataclass(parts: Any, reader: Reader) -> Any:
