@@ -36,8 +36,8 @@ class Writer:
     """Turns values into JSON. One writer keeps the aliases of all values that it writes.
 
     ``buffers`` collects the memory of arrays and large bytes; without it they become base64. ``lose`` writes the
-    text of what can't be written instead of raising ``TypeError``. ``omit`` are types left out of dicts, and ``None`` in
-    fields.
+    text of what can't be written instead of raising ``TypeError``. ``omit`` are types left out of dicts; fields have
+    ``None`` for them.
     """
 
     def __init__(
