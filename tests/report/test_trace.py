@@ -59,7 +59,8 @@ def test_each_call_has_the_chain_that_its_advantage_came_from(changed):
 def test_the_command_prints_it(changed, capsys):
     assert main(["credit", str(changed), "--trace", "--step", "1"]) == 0
     text = capsys.readouterr().out
-    for part in (" of step 1 (sudoku)", "> turn_shaping (scales) > overlong (adds) > kl (adds) > the credit rule >",
+    for part in (" of step 1 (sudoku)", "> turn_shaping (scales) > overlong (adds) >",
+                 "> kl (adds) > the credit rule >",
                  "reward functions  ", "  turn_shaping ", "  overlong ", "  kl ", "  advantage by at_grpo ",
                  "the update: policy_loss (computes)"):  # fmt: skip
         assert part in text, part

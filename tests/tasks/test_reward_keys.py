@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turnwise.arena import RewardMix, TreeSampler
+from turnwise.arena.stages.registry import STAGES, classes
 from turnwise.run.build import arena_for_client
 from turnwise.run.checks import dry_run, resolve_config, task_of
 from turnwise.run.parts import FactsOfTask
@@ -66,7 +67,9 @@ def test_every_task_serves_a_key_or_refuses_it_with_the_reason(task, questions):
 
 def test_the_keys_are_those_of_the_mix():
     assert set(VALUES) == set(RewardMix.__dataclass_fields__)
-    assert set(RewardConfig.model_fields) == {*VALUES, "overlong_buffer", "overlong_penalty"}
+    sections = [kind.settings["reward"] for kind in classes(STAGES) if "reward" in kind.settings]
+    added = {key for section in sections for key in section.model_fields}
+    assert set(RewardConfig.model_fields) == {*VALUES, *added} and {"overlong_buffer", "overlong_penalty"} <= added
     assert RewardConfig().of_mix() == {} and RewardConfig(**VALUES).of_mix() == VALUES
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import turnwise
-from turnwise.train.config.features import FEATURES
+from turnwise.settings.section import Section
+from turnwise.train.config import features
+from turnwise.train.config.features import FEATURES, with_features
 
 PACKAGE = Path(turnwise.__file__).parent
 KNOWN_BY = {
@@ -29,6 +31,18 @@ def test_no_other_file_knows_a_feature() -> None:
         own = {f"train/terms/{module}.py", "train/config/features.py"}
         named = {path for path, text in texts.items() if re.search(words, text)}
         assert named - own == set() and len(re.findall(module, texts["train/config/features.py"])) == 1
+
+
+def test_two_owners_of_one_key_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(Section):
+        """A field that the term ``baseline`` has already."""
+
+        baseline: float = 0.0
+        """Not the baseline."""
+
+    monkeypatch.setattr(features, "_open", set())
+    with pytest.raises(ValueError, match=r"\['Mine', 'BaselineSettings'\] have the fields \['baseline'\]"):
+        with_features("loss")(Mine)
 
 
 REST = """

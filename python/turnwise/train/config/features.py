@@ -7,6 +7,7 @@ feature's file imports no other section of the config.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, reduce
 from importlib import import_module
@@ -55,11 +56,16 @@ def with_features(section: str) -> Callable[[type[S]], type[S]]:
     _open.add(section)
 
     def decorate(own: type[S]) -> type[S]:
+        classes: list[type[Section]] = [own, *parts]
+        counts = Counter(name for one in classes for name in one.model_fields)
+        if twice := sorted(name for name, count in counts.items() if count > 1):
+            owners = [one.__name__ for one in classes if one.model_fields.keys() & set(twice)]
+            raise ValueError(f"config section {section!r}: {owners} have the fields {twice}: expected one each")
+
         def conflicts(self: Any, run: RunFacts, key: str) -> Iterator[str]:
             for one in classes:
                 yield from one.conflicts(self, run, key)
 
-        classes: list[type[Section]] = [own, *parts]
         rules = {key: effect for one in classes for key, effect in one.at_resume.items()}
         body = {"__module__": own.__module__, "__doc__": own.__doc__, "conflicts": conflicts, "at_resume": rules}
         kind: Any = type(own)

@@ -1,6 +1,6 @@
 """The protocol of a term, and what one sees of a minibatch.
 
-A term is a file with a :class:`Term`, and a line in :data:`turnwise.train.terms.registry.TERMS`.
+A term is a file with a :class:`Term`, and a line in :data:`turnwise.train.config.features.FEATURES`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Added(NamedTuple):
     """What a term adds to the loss of a micro-batch, and its metrics, as scalars without a gradient.
 
     A metric is a mean over the tokens that train here (``part.micro.mask_N``), as the log weighs it by their number,
-    or over those that :attr:`Term.weights` names. ``actor_metrics`` are such means by actor ``[num_actors]``.
+    or over those that :attr:`Term.weights` names. All micro-batches return the same metrics. ``actor_metrics`` are such
+    means by actor ``[num_actors]``.
     A loss that doesn't ``count`` has gradients for weights of its own alone, and is no part of the loss that is logged.
     """
 
