@@ -43,6 +43,13 @@ def test_a_stage_replaces_the_one_of_its_name_and_has_its_place(make_arena):
         arena.stages["other"]
 
 
+def test_the_stages_of_a_trainer_leave_with_the_next_one():
+    stages = Stages([stage("own")])
+    stages.bring([stage("kl"), stage("league")])
+    stages.bring([stage("marks")])
+    assert [each.name for each in stages] == ["own", "marks"]
+
+
 def test_the_registry_has_one_name_for_each_and_an_order_that_suits_all():
     found = classes(STAGES)
     names = [kind.name for kind in found]

@@ -91,9 +91,8 @@ class Trainer:
         self.learner = LocalLearner(policies, config) if isinstance(policies, Mapping) else policies
         policies = self.learner.policies
         check_parts(arena, policies, config, validation)
-        brought = (stage for callback in callbacks for stage in callback.stages)
-        for stage in (*brought, *stages_of_terms(config.loss, self.learner)):
-            arena.add_stage(stage)
+        of_callbacks = (stage for callback in callbacks for stage in callback.stages)
+        arena.stages.bring([*of_callbacks, *stages_of_terms(config.loss, self.learner)])
         for stage in arena.stages:
             stage.attach(arena, self.learner)
         teachers_replace_rewards(policies, arena.stages.unrewarded)

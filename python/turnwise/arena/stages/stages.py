@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from turnwise.arena.stages.stage import BatchNotes, Stage
@@ -15,6 +15,7 @@ class Stages:
 
     def __init__(self, stages: Sequence[Stage] = ()) -> None:
         self._ordered: list[Stage] = []
+        self._brought: set[str] = set()
         for stage in stages:
             self.add(stage)
 
@@ -31,6 +32,14 @@ class Stages:
         if len(replacing) > 1:
             raise ValueError(f"stages {replacing}: expected one that replaces the advantages")
         self._ordered = ordered(there)
+
+    def bring(self, stages: Iterable[Stage]) -> None:
+        """Add the stages that a trainer brings along, instead of those of an earlier trainer."""
+        new = list(stages)
+        self._ordered = [stage for stage in self._ordered if stage.name not in self._brought]
+        self._brought = {stage.name for stage in new}
+        for stage in new:
+            self.add(stage)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._ordered)
