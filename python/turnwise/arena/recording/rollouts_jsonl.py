@@ -180,7 +180,8 @@ class EpisodeRecord:
     @property
     def versions(self) -> dict[str, int]:
         """Versions of the policies when the episode began."""
-        return dict(self.row["meta"].get("policy_versions", {}))
+        meta = self.row["meta"]
+        return dict(meta["policy_versions"]) if "policy_versions" in meta else {}
 
 
 def nodes_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
