@@ -152,6 +152,20 @@ KINDS = {
 """Stages that change a reward or an advantage, in their order, and what each makes of the first turn's."""
 
 
+def test_the_table_has_every_stage_that_changes_something():
+    assert {kind.name for kind in classes(STAGES) if kind.changes} <= KINDS.keys()
+
+
+def test_a_batch_that_is_credited_again_has_each_change_once(make_arena):
+    arena = make_arena(episodes=[Steps()], credit=Rewards(), stages=[Taken(), Distillation(teachers={"solver": "big"})])
+    arena.client = Scoring(lambda *_: "abc")
+    results = asyncio.run(arena.generate_rollouts([EpisodeRequest("steps", "x")]))
+    for _ in range(2):
+        arena.assign_credit(results)
+        for step in results[0].rollout.steps:
+            assert step.facts.ledger == [["reward", "kl", 8.0, 7.0], ["advantage", "distillation", 7.0, 0.0]]
+
+
 @pytest.mark.parametrize("pair", list(itertools.combinations(KINDS, 2)), ids=" and ".join)
 @pytest.mark.parametrize("turned", [False, True], ids=["as listed", "added the other way round"])
 def test_two_stages_change_a_reward_one_after_the_other(make_arena, pair, turned):

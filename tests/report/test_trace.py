@@ -62,7 +62,7 @@ def test_the_command_prints_it(changed, capsys):
     for part in (" of step 1 (sudoku)", "> turn_shaping (scales) > overlong (adds) >",
                  "> kl (adds) > the credit rule >",
                  "reward functions  ", "  turn_shaping ", "  overlong ", "  kl ", "  advantage by at_grpo ",
-                 "the update: policy_loss (computes)"):  # fmt: skip
+                 "the update: policy_loss (computes)\n"):  # fmt: skip
         assert part in text, part
     assert main(["credit", str(changed), "--trace", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calls"]

@@ -124,7 +124,7 @@ def _update(config: Mapping[str, Any]) -> list[str]:
         terms = terms_on(LossConfig.model_validate(config.get("loss", {})))
     except ValueError:
         return []
-    return [f"{term.name} ({term.effect})" for term in terms]
+    return [f"{term.name} ({term.effect})" for term in terms if term.effect]
 
 
 def describe_stations() -> str:
@@ -157,8 +157,14 @@ def render_trace(trace: Trace) -> str:
 
 def _chain(value: float | None, changes: Sequence[Change], begin: str) -> list[str]:
     lines = [] if value is None and not changes else [f"  {begin:<22}{_text(value)}"]
-    return lines + [f"  {each.name:<22}{_text(each.before)} -> {_text(each.after)}" for each in changes]
+    return lines + [f"  {each.name:<22}{_pair(each.before, each.after)}" for each in changes]
 
 
-def _text(value: float | None) -> str:
-    return "none" if value is None else format(value, ".6g")
+def _pair(before: float | None, after: float | None) -> str:
+    """Return both values with as many digits as tell them apart."""
+    digits = next(digits for digits in (6, 9, 17) if _text(before, digits) != _text(after, digits) or digits == 17)
+    return f"{_text(before, digits)} -> {_text(after, digits)}"
+
+
+def _text(value: float | None, digits: int = 6) -> str:
+    return "none" if value is None else format(value, f".{digits}g")

@@ -12,7 +12,12 @@ from turnwise.types import GenerateResult, Rollout, RolloutFacts, Sample, Step, 
 
 
 def note(facts: StepFacts | RolloutFacts, what: str, name: str, before: float | None, after: float | None) -> None:
-    """Note a change in the ledger of a step or a rollout, if it is one."""
+    """Note a change in the ledger of a step or a rollout, if it is one.
+
+    It takes the place of an earlier one of the same name, as a batch whose update failed is credited again.
+    """
+    if facts.ledger:
+        facts.ledger = [each for each in facts.ledger if each[:2] != [what, name]] or None
     if before != after:
         facts.ledger = facts.ledger or []
         facts.ledger.append([what, name, before, after])
@@ -69,5 +74,7 @@ def noted_advantages(results: Sequence[GenerateResult], samples: Sequence[Sample
 
 
 def _steps(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> list[Step]:
+    if not samples:
+        return []
     steps = {node.rollout.id: node.rollout.steps for top in results for node in top.walk()}
     return [steps[sample.rollout_id][sample.step_index] for sample in samples]

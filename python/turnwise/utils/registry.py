@@ -30,6 +30,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
+@functools.cache
+def classes_in(room: str, entries: tuple[str, ...]) -> tuple[type[Any], ...]:
+    """Import the classes of a list of ``"module:Class"``, whose modules are in ``room``."""
+    named = [entry.partition(":") for entry in entries]
+    return tuple(getattr(importlib.import_module(f"{room}.{module}"), name) for module, _, name in named)
+
+
 def import_by_name(registry: Mapping[str, Any], name: str, key: str) -> Any:
     """Look ``name`` up in ``registry``, or import it if it is a ``"module:Name"``.
 

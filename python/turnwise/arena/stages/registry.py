@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-
 from turnwise.arena.stages.stage import RunParts, Stage
 from turnwise.arena.stages.stages import Stages
 from turnwise.settings.section import RunFacts
+from turnwise.utils.registry import classes_in
 
 STAGES = (
     "store_attempts:StoreAttempts",
@@ -23,14 +21,9 @@ STAGES = (
 """The stages in their order: modules of this room and their classes. This line is all that registers one."""
 
 
-@cache
 def classes(stages: tuple[str, ...]) -> tuple[type[Stage], ...]:
     """Import the classes of a list."""
-    found = []
-    for entry in stages:
-        module, _, name = entry.partition(":")
-        found.append(getattr(import_module(f"turnwise.arena.stages.{module}"), name))
-    return tuple(found)
+    return classes_in("turnwise.arena.stages", stages)
 
 
 def own_stages() -> Stages:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache, reduce
-from importlib import import_module
+from functools import reduce
 from typing import Any, TypeVar, cast
 
 from turnwise.arena.stages.registry import STAGES
 from turnwise.arena.stages.registry import classes as stage_classes
 from turnwise.settings.section import RunFacts, Section
+from turnwise.utils.registry import classes_in
 
 S = TypeVar("S", bound=Section)
 
@@ -27,11 +27,9 @@ FEATURES = (
 """Modules of ``turnwise.train.terms`` and their classes, in the order of their terms. A line is all that adds one."""
 
 
-@cache
 def term_classes(terms: tuple[str, ...]) -> tuple[type[Any], ...]:
     """Import the classes of a list of terms."""
-    named = [entry.partition(":") for entry in terms]
-    return tuple(getattr(import_module(f"turnwise.train.terms.{module}"), name) for module, _, name in named)
+    return classes_in("turnwise.train.terms", terms)
 
 
 def settings_of(section: str) -> list[type[Section]]:

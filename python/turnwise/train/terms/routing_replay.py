@@ -137,6 +137,7 @@ class RoutingReplay(Term):
     """Replays what a batch has; it changes no loss."""
 
     name = "routing_replay"
+    effect = None
     settings = MappingProxyType({"rollout": ReplaySettings})
     requires = MappingProxyType({NAME: KEY})
 

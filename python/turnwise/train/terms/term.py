@@ -67,9 +67,9 @@ class Term:
     """
 
     name: ClassVar[str]
-    effect: ClassVar[Literal["masks", "computes", "adds", "scales", "replaces"]] = "adds"
-    """Effect: it masks tokens, computes the policy loss, adds to the loss, or scales or replaces the advantages. Of
-    those that replace them, an update has at most one."""
+    effect: ClassVar[Literal["masks", "computes", "adds", "scales", "replaces"] | None] = "adds"
+    """Effect: it masks tokens, computes the policy loss, adds to the loss, or scales or replaces the advantages;
+    ``None`` if it leaves the loss as it is. Of those that replace them, an update has at most one."""
     after: ClassVar[tuple[str, ...]] = ()
     before: ClassVar[tuple[str, ...]] = ()
     """Names of the terms after and before which the list must have it."""
