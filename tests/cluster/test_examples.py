@@ -102,7 +102,12 @@ else:
     # Ends as ``HOW`` says; unless that is a number, when it is interrupted.
     "turnwise": """\
 token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-lines = b"".join(p.read_bytes() for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if p.parent.exists())
+lines = b""
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        lines += path.read_bytes()
+    except OSError:  # a process that has just ended
+        pass
 note(train=sys.argv[1:], address=os.environ["RAY_ADDRESS"], token=str(token), mode=oct(token.stat().st_mode & 0o777),
      length=len(token.read_text()), in_arguments=token.read_bytes() in lines)
 how = os.environ["HOW"]
@@ -165,7 +170,7 @@ def facts_of(tmp_path, name):
 def test_what_becomes_of_the_exit_code(start, folder, tmp_path, code, earlier, requeued, told):
     job = start(HOW=str(code), SLURM_RESTART_COUNT=earlier)
     output, _ = job.communicate(timeout=60)
-    assert job.returncode == (0 if requeued else code) and told in output
+    assert job.returncode == (0 if requeued else code) and told in output, output
     assert [fact["scontrol"] for fact in facts_of(tmp_path, "scontrol")] == [["requeue", str(os.getpid())]] * requeued
     [train] = facts_of(tmp_path, "train")
     assert train["train"] == ["train", "my run.toml", "--cluster", "auto", "--seed", "7"]
