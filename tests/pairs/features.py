@@ -29,7 +29,12 @@ SEVERAL = {
         "words": {"task": "pair_tasks:Words", "options": {"max_tokens": 8}, "weight": 2},
     }
 }
-AGENT = {"task": "gateway:pair_tasks:agent", "task_options": {"max_tokens": 4, "replayable": True}}
+AGENT = {
+    "task": "gateway:pair_tasks:agent",
+    "task_options": {"max_tokens": 4, "replayable": True},
+    # Agents ask over HTTP, so a clock decides which calls share a batch, and a batch decides how sums are rounded.
+    "rollout.max_concurrency": 1,
+}
 
 LAST = {"pair_tasks:Sums": "checker", "kuhn_poker": "player1", "split_clues": "writer", "": "critic"}
 FIRST = {"pair_tasks:Sums": "solver", "kuhn_poker": "player0", "split_clues": "reader", "": "writer"}
