@@ -8,7 +8,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 
-from turnwise.arena.runtime.model_call import PromptCache, to_messages
+from turnwise.arena.runtime.prompts import Prompts, to_messages
 from turnwise.chat import ChatRenderer
 from turnwise.chat.messages import ChatError, well_formed_texts
 from turnwise.types import Actor, ModelError, Sampling
@@ -46,17 +46,17 @@ def test_siblings_prompts_are_encoded_once_and_none_can_spoil_the_others():
         def decode(self, token_ids, **kwargs):
             return ""
 
-    cache, tokenizer = PromptCache(), Counting()
+    cache, tokenizer = Prompts(), Counting()
     format = ChatRenderer(tokenizer)
     first = cache.token_ids(format, [{"role": "user", "content": "x"}])
-    first.append(99)
+    first.tolist().append(99)
     assert cache.token_ids(format, [{"role": "user", "content": "x"}]) == [1] and tokenizer.calls == 1
     assert cache.token_ids(format, [{"role": "assistant", "content": "x"}]) == [1], "another role, another prompt"
     calls = tokenizer.calls
     assert cache.token_ids(format, [{"role": "assistant", "content": "x"}]) == [1] and tokenizer.calls == calls
     for length in range(2, 2 + cache.SIZE):
         assert cache.token_ids(format, [{"role": "user", "content": "x" * length}]) == [length]
-    assert len(cache._ids) == cache.SIZE
+    assert len(cache._kept) == cache.SIZE
     other = Counting()
     cache.token_ids(ChatRenderer(other), [{"role": "user", "content": "xx"}])
     assert other.calls == 1, "another format, other ids"

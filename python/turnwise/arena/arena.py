@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from turnwise.arena.rewards.group_rewards import score_groups
 from turnwise.arena.runner import check_requests, create_context, run_episode
@@ -23,9 +23,9 @@ from turnwise.arena.runtime.model_call import (
     only_response,
     playing,
     sampling_for,
-    to_messages,
 )
 from turnwise.arena.runtime.privacy import check_batch, check_prompt
+from turnwise.arena.runtime.prompts import given_tokens, to_messages
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stages.stage import BatchNotes
@@ -37,6 +37,7 @@ from turnwise.samples.pack import pack
 from turnwise.samples.step_metrics import describe
 from turnwise.samples.training_samples import set_advantages, state_of, training_samples
 from turnwise.types import (
+    Chat,
     ClientCapabilities,
     EpisodeRequest,
     GenerateResult,
@@ -48,6 +49,7 @@ from turnwise.types import (
     TrainingBatch,
     capabilities_of,
 )
+from turnwise.types.prompts import Prefix, kept
 from turnwise.types.protocols import ResponseCache
 
 
@@ -249,7 +251,7 @@ class Arena(ArenaSetup):
                     response = only_response(request, responses)
                 else:
                     weights = (request.policy, self.client.version(request.policy))
-                    key = (weights, tuple(request.prompt_token_ids), request.sampling)
+                    key = (weights, tuple(kept(request, "prompt_token_ids")), request.sampling)
                     response = await cache.answer(self.client, key, partial(self.generate, request, actor_id))
             except Exception as error:
                 call.fail(error)
@@ -285,7 +287,7 @@ class Arena(ArenaSetup):
         policy: str | None = None,
         prompt_token_ids: Sequence[int] | None = None,
         **sampling: Any,
-    ) -> tuple[Messages, ModelRequest]:
+    ) -> tuple[Chat, ModelRequest]:
         """Return the chat and the request that :meth:`call_model` would send."""
         if actor_id is not None and actor_id not in self.actors:
             raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(self.actors)}")
@@ -295,10 +297,11 @@ class Arena(ArenaSetup):
             sampling.setdefault("max_tokens", actor.max_tokens)
         format = self.plain_format(actor)
         if prompt_token_ids is None:
-            messages = to_messages(prompt, actor)
-            prompt_ids = self._prompts.token_ids(format, messages)
+            context = current_context()
+            steps = () if context is None else context.state.trajectory
+            messages, prompt_ids = self._prompts.build(format, actor, prompt, steps)
         else:
-            messages, prompt_ids = to_messages(prompt, None), list(prompt_token_ids)
+            messages, prompt_ids = Prefix.of_messages(to_messages(prompt, None)), given_tokens(prompt_token_ids)
         stops, ends = sampling.get("stop_token_ids", settings.stop_token_ids), format.stop_token_ids
         sampling["stop_token_ids"] = (*stops, *[end for end in ends if end not in stops]) if stops else ends
         max_tokens = sampling.get("max_tokens", settings.max_tokens)
@@ -308,7 +311,7 @@ class Arena(ArenaSetup):
         policy, settings = policy or playing(actor), settings.with_(**sampling)
         if settings.grammar is not None and not capabilities_of(self.client, ClientCapabilities).grammars:
             raise ValueError(f"grammar: {type(self.client).__name__} can't sample under one")
-        return messages, ModelRequest(prompt_ids, settings, policy, messages)
+        return messages, ModelRequest(prompt_ids, settings, policy, cast(Messages, messages))
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:

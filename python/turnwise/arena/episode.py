@@ -22,7 +22,7 @@ from turnwise.arena.rewards.mix import RewardMix
 from turnwise.arena.rewards.rubric import Rubric
 from turnwise.arena.rewards.token_rewards import check_rewarded, keep_tokens
 from turnwise.arena.runtime.context import EpisodeContext, current_context, make_forkable, require_context
-from turnwise.arena.runtime.model_call import chat_of, to_messages
+from turnwise.arena.runtime.prompts import chat_of, to_messages
 from turnwise.arena.runtime.tool_rounds import call_with_tools
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import warn_once, watched

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -21,10 +22,11 @@ from turnwise.arena.rewards.invalid_action import (
 from turnwise.arena.rewards.mix import RewardMix, as_parts
 from turnwise.arena.rewards.token_rewards import is_by_token, set_reward
 from turnwise.arena.runtime.context import make_forkable, require_context
-from turnwise.arena.runtime.model_call import chat_of, text_of_hook
 from turnwise.arena.runtime.private_text import MIN_HIDDEN_WORDS, hidden_parts
+from turnwise.arena.runtime.prompts import Shown, chat_of, text_of_hook
 from turnwise.arena.runtime.tool_rounds import ROUND, share_reward
 from turnwise.arena.runtime.user_code import hook
+from turnwise.arena.transcripts import Transcript, say
 from turnwise.arena.trees.sampler import TreeSampler
 from turnwise.arena.trees.search import TreeSearch
 from turnwise.types import ContextLengthError, EpisodeState, Messages, Step
@@ -189,25 +191,21 @@ class MultiTurnEpisode(Episode, ABC):
         own = type(self).__name__
         opening = await hook(self.get_prompt, artifact)
         opening = "" if opening == [] else chat_of(opening, f"{own}.get_prompt")
-        messages: Messages = []
         if isinstance(opening, str):
-            _say(messages, "user", opening)
-        else:
-            messages.extend(opening)
-        for step in state.trajectory:
-            if step.facts.env_response is None:
-                continue
-            if step.actor_id == state.current_actor:
-                messages.append({"role": "assistant", "content": step.completion})
-            else:
-                shown = await _shown_to(self, step, state.current_actor)
-                _say(messages, "user", None if shown is None else f"{step.actor_id}: {shown}")
-            _say(messages, "user", step.facts.env_response)
+            opening = [{"role": "user", "content": opening}] if opening else []
+        # Go on from the actor's last turn, unless the episode opens otherwise now.
+        heard = state.transcripts.get(state.current_actor)
+        if heard is None or not heard.covers(opening, state.trajectory):
+            heard = Transcript.begun(opening)
+        heard = await heard.after(state.trajectory, state.current_actor, partial(_shown_to, self))
+        state.transcripts[state.current_actor] = heard
+        is_ours = type(self).build_messages is MultiTurnEpisode.build_messages
+        messages: Messages = Shown(heard.messages) if is_ours else [message.copy() for message in heard.messages]
         where = f"{own}.get_observation for actor {state.current_actor!r}"
         observation = text_of_hook(await hook(self.get_observation, state, arena, artifact), where)
         if observation.strip():
             require_context().private.add(observation, [state.current_actor], observation=True)
-        _say(messages, "user", observation)
+        say(messages, "user", observation)
         return messages
 
     async def rollout(self, arena: ArenaForHooks, artifact: Any, state: EpisodeState | None = None) -> EpisodeState:
@@ -362,13 +360,3 @@ def _actor_id(actor: Any, where: str) -> str:
     if not isinstance(actor, str):
         raise TypeError(f"{where}: got {actor!r}, expected the id of an actor")
     return actor
-
-
-def _say(messages: Messages, role: str, text: str | None) -> None:
-    """Append ``text``. If the last message has the same role, join the text to it."""
-    if not text:
-        return
-    if messages and messages[-1]["role"] == role and isinstance(messages[-1]["content"], str):
-        messages[-1] = {"role": role, "content": f"{messages[-1]['content']}\n\n{text}"}
-    else:
-        messages.append({"role": role, "content": text})

@@ -13,7 +13,7 @@ from turnwise.arena.rewards.mix import RewardMix, check_keys
 from turnwise.arena.runtime.concurrency import AnswerLimit, EpisodeCounter, PrioritySemaphore
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.hashing import derive_seed
-from turnwise.arena.runtime.model_call import PromptCache
+from turnwise.arena.runtime.prompts import Prompts
 from turnwise.arena.runtime.watch import not_counted
 from turnwise.arena.stages.dynamic_sampling import check_stateless
 from turnwise.arena.stages.registry import own_stages
@@ -121,7 +121,7 @@ class ArenaSetup:
         self.quotas: dict[str | None, PrioritySemaphore] = {}
         """Limits of concurrent model calls of single actors, by id."""
         self.started = self.batches = 0
-        self._prompts = PromptCache()
+        self._prompts = Prompts()
         self._notes = BatchNotes()
         self._loose_calls = 0
         self._evaluation_sampling: Sampling | None = None

@@ -90,16 +90,29 @@ class ChatFormat(ChatEncoder):
         they are; a turn that was cut off gets the template's closing token. ``None`` means that the template can't
         extend a chat: the caller must render it again.
         """
+        after = self.following(prompt, completion, new, tools, answer)
+        return None if after is None else [*prompt, *completion, *after]
+
+    def following(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        new: Messages,
+        tools: Sequence[Tool] = (),
+        answer: Message | None = None,
+    ) -> list[int] | None:
+        """Return what :meth:`extend` appends to ``prompt + completion``; ``None`` if the template can't extend them."""
         if any(message["role"] == "assistant" for message in new):
             return None
         tail = self._tail(self._following(new, answer), tools, answer)
-        if tail is None:
-            return None
-        close, seen = self._closing, list(completion)
-        if not seen or seen[-1] not in self.stop_token_ids:  # cut off, perhaps between closing tokens
-            there = next((n for n in range(len(close) - 1, 0, -1) if seen[-n:] == close[:n]), 0)
-            seen += close[there:]
-        return [*prompt, *seen, *tail]
+        if tail is None or not completion:
+            return None if tail is None else [*self._closing, *tail]
+        if completion[-1] in self.stop_token_ids:
+            return tail
+        # Cut off, perhaps between closing tokens.
+        close, end = self._closing, list(completion[-len(self._closing) :])
+        there = next((n for n in range(len(close) - 1, 0, -1) if end[-n:] == close[:n]), 0)
+        return [*close[there:], *tail]
 
     def _following(self, new: Messages, answer: Message | None) -> Messages:
         """Return ``new`` as it follows ``answer``: results in their calls' order, systems folded, roles in turn."""
@@ -111,10 +124,12 @@ class ChatFormat(ChatEncoder):
         """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""
         calls = answer.get("tool_calls") if answer else None
         tails = []
+        form = tuple(message["role"] for message in new)
         try:
             turns, hostile = self._closed_turns(tools, calls) if calls else self._turns_without_calls(tools)
             hostile = hostile or self._hostile(new)
-            for begun, before in turns:
+            # Where two turns of other texts once had the same tail, one shows it.
+            for begun, before in turns[:1] if not calls and form in self._local_forms else turns:
                 after = self._ids([*begun, *new], tools, hostile=hostile)
                 if not before or after[: len(before)] != before:
                     return None
@@ -123,7 +138,16 @@ class ChatFormat(ChatEncoder):
             raise
         except Exception:  # a template may raise anything for a chat that it doesn't expect
             return None
-        return tails[0] if tails and tails[0] == tails[1] else None
+        if not tails or tails[0] != tails[-1]:
+            return None
+        if not calls and not tools:
+            self._local_forms.add(form)
+        return tails[0]
+
+    @cached_property
+    def _local_forms(self) -> set[tuple[str, ...]]:
+        """The roles of new messages behind which a template without tools was seen to write the same for any turn."""
+        return set()
 
     def _closed_turns(self, tools: Sequence[Tool], calls: Any = None) -> tuple[list[tuple[Messages, list[int]]], bool]:
         """Return two chats that differ in the text of their last turn, each with its ids to the end of that turn.
@@ -222,6 +246,30 @@ class ChatFormat(ChatEncoder):
         same = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
         return one[:same][::-1]
 
+    def written_after_answers(self, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return what the template writes behind the text of an answer that a short question follows; or nothing."""
+        ask = {"role": "user", "content": "x"}
+        chats = [[ask, {"role": "assistant", "content": text}, ask] for text in ("x", "yz 1")]
+        return self._written_after(chats[0], chats[1], tools)
+
+    @cached_property
+    def extends_answers(self) -> bool:
+        """True if a chat goes on behind an answer with what the model saw before it: the generation prompt stays.
+
+        Some templates write a mark into the generation prompt that they leave out of earlier turns.
+        """
+        ask = {"role": "user", "content": "x"}
+        try:
+            prompt = self._ids([ask], ())
+            return all(
+                self._ids([ask, {"role": "assistant", "content": text}, ask], ())[: len(prompt)] == prompt
+                for text in ("x", "yz 1")
+            )
+        except TemplateLimitError:
+            raise
+        except Exception:  # a template may raise anything for a chat that it doesn't expect
+            return False
+
     # -- completions ---------------------------------------------------------------------------------------------------
     def check_tools(self, tools: Sequence[Tool]) -> None:
         """Raise :class:`ChatError` if the format can't show ``tools`` to the model, or can't read its calls."""
@@ -300,13 +348,21 @@ class ChatFormat(ChatEncoder):
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """True if the prompt leaves a thought open, which the completion goes on with."""
-        # After what begins the assistant's turn, all text is the assistant's.
         tokens, words = self._turn_begins
-        begin = next((place for place in range(len(prompt), 0, -1) if prompt[place - 1] in tokens), 0)
-        tail = prompt[begin:] if begin or words else prompt[-LONGEST_MARK:]
-        text = self.tokenizer.decode(list(tail), skip_special_tokens=False)
-        place = text.rfind(words) + len(words) if words and words in text else 0
-        return opens_thought(text[place:], self.thought_marks, whole=bool(begin or place))
+        size = LONGEST_MARK
+        while True:
+            # After what begins the assistant's turn, all text is the assistant's. It stands near the end.
+            tail = list(prompt[-size:])
+            begin = next((place for place in range(len(tail), 0, -1) if tail[place - 1] in tokens), 0)
+            text = self.tokenizer.decode(tail[begin:], skip_special_tokens=False)
+            place = text.rfind(words) + len(words) if words and words in text else 0
+            if begin or place:
+                return opens_thought(text[place:], self.thought_marks, whole=True)
+            if size >= len(prompt) or not (tokens or words):
+                break
+            size *= 8
+        text = text if words else self.tokenizer.decode(tail[-LONGEST_MARK:], skip_special_tokens=False)
+        return opens_thought(text, self.thought_marks, whole=False)
 
     @cached_property
     def _turn_begins(self) -> tuple[set[int], str]:

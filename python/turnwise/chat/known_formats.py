@@ -102,7 +102,7 @@ class KnownFormat(ChatFormat):
     def _family_stops(self) -> tuple[int, ...]:
         return tuple(self._renderer_of(self.tokenizer).get_stop_token_ids())
 
-    def extend(
+    def following(
         self,
         prompt: Sequence[int],
         completion: Sequence[int],
@@ -110,14 +110,14 @@ class KnownFormat(ChatFormat):
         tools: Sequence[Tool] = (),
         answer: Message | None = None,
     ) -> list[int] | None:
-        """See :meth:`ChatFormat.extend`. The family's renderer closes a turn that was cut off, its reasoning too."""
-        seen, new = [*prompt, *completion], self._following(new, answer)
+        """See :meth:`ChatFormat.following`. The family's renderer closes a turn that was cut off, its reasoning too."""
+        new = self._following(new, answer)
         tail = self._bridge(prompt, completion, new, tools)
         if tail is None and completion and completion[-1] in self.stop_token_ids:
             # The renderers refuse a turn that ended inside its reasoning. What follows is the same after a closed one.
             ended = [*completion[:-1], *self._end_of_reasoning, completion[-1]]
             tail = self._bridge(prompt, ended, new, tools)
-        return None if tail is None else seen + tail
+        return tail
 
     @cached_property
     def _end_of_reasoning(self) -> list[int]:

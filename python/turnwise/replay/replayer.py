@@ -22,9 +22,9 @@ from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.replay.diff import FirstDifference, token_diff
 from turnwise.state.codec import CodecError
 from turnwise.types import (
+    Chat,
     ContextLengthError,
     GenerateResult,
-    Messages,
     ModelError,
     ModelRequest,
     ModelResponse,
@@ -82,7 +82,7 @@ class Replayer:
         return unique_key(self._keys, key)
 
     def start_call(
-        self, context: EpisodeContext, actor_id: str | None, messages: Messages, request: ModelRequest
+        self, context: EpisodeContext, actor_id: str | None, messages: Chat, request: ModelRequest
     ) -> ModelCall:
         call = ModelCall(context.next_record_key(), actor_id, context.state.turn, messages, request)
         self.calls[call.key] = (context, call)

@@ -8,6 +8,7 @@ from math import isfinite
 
 from turnwise.types import CHILD, CompletionColumn, GenerateResult, Rollout, Sample
 from turnwise.types.columns import TOKEN_ADVANTAGES
+from turnwise.types.prompts import kept
 
 
 def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
@@ -59,7 +60,7 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         rollout.id,
         index,
         step.policy,
-        step.prompt_token_ids,
+        kept(step, "prompt_token_ids"),
         step.completion_token_ids,
         step.completion_logprobs,
         step.policy_versions,

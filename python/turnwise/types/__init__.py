@@ -31,6 +31,7 @@ from turnwise.types.columns import (
 from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
 from turnwise.types.facts import INFO_KEYS, META_KEYS, RequestFacts, RolloutFacts, StepFacts
 from turnwise.types.model_calls import (
+    Chat,
     ContextLengthError,
     DeadEndError,
     FinishReason,
@@ -79,6 +80,7 @@ __all__ = [
     "Actor",
     "AllowedTokens",
     "Artifact",
+    "Chat",
     "CheckedClient",
     "ClientCapabilities",
     "Column",

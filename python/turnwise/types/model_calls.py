@@ -9,9 +9,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from turnwise.types.completions import Message, ParsedCompletion
+from turnwise.types.prompts import shares
 
 Messages = list[Message]
 """A chat: ``[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]``."""
+
+Chat = Sequence[Message]
+"""A chat that is only read."""
 
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: the model sampled a stop token, which is kept. ``length``: it reached the token limit. ``abort``: the
@@ -80,6 +84,7 @@ class Sampling:
         return replace(self, **changes)
 
 
+@shares("prompt_token_ids", "messages")
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
     """A request for one completion. Siblings of a tree are requests with equal prompts and different seeds.
@@ -114,6 +119,7 @@ class RoutedExperts:
     """``[P + C - 1, layers, experts per token]`` uint8, uint16 or int16. Layers without experts have 0."""
 
 
+@shares("prompt_token_ids")
 @dataclass(slots=True)
 class ModelResponse:
     """The result of one model call. Lists cover the ``C`` completion tokens, the stop token included.

@@ -8,6 +8,7 @@ from typing import Any
 
 from turnwise.types.facts import RequestFacts, RolloutFacts, StepFacts, WithFacts
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
+from turnwise.types.prompts import shares
 from turnwise.utils.copies import deep_copy, own_copy
 
 CHILD = "child"
@@ -73,6 +74,7 @@ class Actor:
             )
 
 
+@shares("prompt", "prompt_token_ids")
 @dataclass(slots=True)
 class Step(WithFacts):
     """One model call of an episode.
@@ -244,6 +246,8 @@ class EpisodeState:
     last_completion_text: str = ""
     acted: tuple[str, ...] = ()
     artifact: Any = None
+    transcripts: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The chats of a multi-turn episode by actor, which later turns go on from."""
 
     def fork(self, n: int) -> list[EpisodeState]:
         """Return ``n`` independent copies. They share finished steps and child results alone.
@@ -271,6 +275,7 @@ class EpisodeState:
             self,
             trajectory=list(self.trajectory),
             child_results=list(self.child_results),
+            transcripts=dict(self.transcripts),
             data=deep_copy(self.data, memo),
             artifact=own_copy(self.artifact, memo),
         )

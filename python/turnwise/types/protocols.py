@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from turnwise.types.model_calls import InferenceClient, Messages, ModelRequest, ModelResponse, Sampling
+from turnwise.types.model_calls import Chat, InferenceClient, Messages, ModelRequest, ModelResponse, Sampling
 from turnwise.types.play import Actor, EpisodeRequest, GenerateResult
 from turnwise.types.training import CreditAssigner
 
@@ -78,7 +78,7 @@ class ArenaForHooks(Protocol):
         policy: str | None = None,
         prompt_token_ids: Sequence[int] | None = None,
         **sampling: Any,
-    ) -> tuple[Messages, ModelRequest]:
+    ) -> tuple[Chat, ModelRequest]:
         """Return the chat and the request that :meth:`call_model` would send."""
         ...
 

@@ -12,8 +12,10 @@ from turnwise.types.columns import Column
 from turnwise.types.facts import StepFacts
 from turnwise.types.model_calls import FinishReason, PolicyVersions
 from turnwise.types.play import GenerateResult
+from turnwise.types.prompts import shares
 
 
+@shares("prompt_token_ids")
 @dataclass(slots=True)
 class Sample:
     """One trainable model call, the input of the trainer and the credit rules.

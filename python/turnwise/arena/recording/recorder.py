@@ -23,7 +23,7 @@ from turnwise.arena.recording.lossless_json import encode
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.model_call import to_step
 from turnwise.arena.runtime.user_code import CallTimeoutError
-from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Messages, ModelRequest, ModelResponse, Step
+from turnwise.types import Artifact, Chat, EpisodeRequest, GenerateResult, ModelRequest, ModelResponse, Step
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class EpisodeRecorder:
         return unique_key(self.keys, key)
 
     def start_call(
-        self, context: EpisodeContext, actor_id: str | None, messages: Messages, request: ModelRequest
+        self, context: EpisodeContext, actor_id: str | None, messages: Chat, request: ModelRequest
     ) -> ModelCall:
         call = ModelCall(context.next_record_key(), actor_id, context.state.turn, messages, request)
         self.events.append((ASK, call))

@@ -17,10 +17,10 @@ from turnwise.arena.runtime.private_text import PrivateTexts
 from turnwise.state import forkable
 from turnwise.types import (
     CHILD_ACTORS,
+    Chat,
     EpisodeRequest,
     EpisodeState,
     GenerateResult,
-    Messages,
     ModelRequest,
     ModelResponse,
     Rollout,
@@ -288,7 +288,7 @@ class ModelCall:
     """Key of the call in the recording."""
     actor_id: str | None
     turn: int
-    messages: Messages
+    messages: Chat
     request: ModelRequest | None
     """The request; ``None`` once ``step`` holds its content."""
     step: Step | None = None
@@ -307,7 +307,7 @@ class Recorder(Protocol):
         ...
 
     def start_call(
-        self, context: EpisodeContext, actor_id: str | None, messages: Messages, request: ModelRequest
+        self, context: EpisodeContext, actor_id: str | None, messages: Chat, request: ModelRequest
     ) -> ModelCall:
         """Start a model call."""
         ...

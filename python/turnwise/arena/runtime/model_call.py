@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
 from turnwise.arena.runtime.privacy import sampled_key
 from turnwise.arena.runtime.watch import count
 from turnwise.chat import ChatFormat
-from turnwise.chat.messages import ROLES, Tool, plain_messages, well_formed_texts, with_system
-from turnwise.state import to_python
+from turnwise.chat.messages import Tool, well_formed_texts
 from turnwise.types import (
     Actor,
+    Chat,
     ContextLengthError,
     Messages,
     ModelError,
@@ -25,6 +24,7 @@ from turnwise.types import (
     Step,
     StepFacts,
 )
+from turnwise.types.prompts import kept
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -42,7 +42,7 @@ class PendingCall:
         self,
         context: EpisodeContext | None,
         actor_id: str | None,
-        messages: Messages,
+        messages: Chat,
         request: ModelRequest,
         *,
         record: bool,
@@ -125,7 +125,7 @@ def with_parse(
 
     It is parsed here and nowhere else, as prompt, format and finish reason are known here.
     """
-    prompt, parsed = list(request.prompt_token_ids), response.parsed
+    prompt, parsed = kept(request, "prompt_token_ids"), response.parsed
     if parsed is None:
         # A client's text counts where it holds what the tokens do: it lacks marks that the tokenizer hides.
         ids = response.completion_token_ids
@@ -154,76 +154,6 @@ def sampling_for(actor: Actor | None, default: Sampling, evaluation: Sampling | 
     return evaluation.with_(max_tokens=limits.max_tokens, stop_token_ids=own.stop_token_ids)
 
 
-def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
-    """Make a chat of plain messages from a prompt. Add the actor's system prompt if there is none.
-
-    A string becomes one user message. Raises ``TypeError`` for what is no chat, and
-    :class:`~turnwise.chat.messages.ChatError` for messages that can't be rendered, such as an image.
-    """
-    if isinstance(prompt, str):
-        messages: Messages = [{"role": "user", "content": prompt}]
-    elif type(prompt) is list and prompt and all(map(_is_text, prompt)):
-        messages = [message.copy() for message in prompt]
-    else:
-        given = to_python(prompt)
-        if isinstance(given, (Mapping, bytes)) or not isinstance(given, Iterable):
-            raise TypeError(f"prompt={given!r}: expected a string or a list of messages")
-        if not (given := list(given)):
-            raise ValueError(f"prompt={prompt!r}: expected a string or at least one message")
-        messages = plain_messages(given)
-    return messages if actor is None else with_system(messages, actor.system_prompt)
-
-
-def chat_of(prompt: Any, where: str) -> str | Messages:
-    """Return what a hook gave as a prompt: a string, or plain messages. Errors begin with ``where``, the hook."""
-    if isinstance(prompt, str):
-        return prompt
-    try:
-        return to_messages(prompt, None)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{where}: {error}") from error
-
-
-def text_of_hook(text: Any, where: str) -> str:
-    """Return a text that a hook gave, ``""`` for ``None``. Raises ``TypeError`` that names ``where``, the hook."""
-    if text is None or isinstance(text, str):
-        return text or ""
-    raise TypeError(f"{where}: got {to_python(text)!r:.80}, expected text or None")
-
-
-def _is_text(message: Any) -> bool:
-    """True for ``{"role": str, "content": str}`` with a known role, the form of nearly all messages."""
-    return (
-        type(message) is dict
-        and len(message) == 2
-        and type(message.get("content")) is str
-        and type(role := message.get("role")) is str
-        and role in ROLES
-    )
-
-
-class PromptCache:
-    """Token ids of the latest prompts. Siblings of a tree share one prompt, and chat templates are slow."""
-
-    SIZE = 256
-
-    def __init__(self) -> None:
-        self._ids: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()
-
-    def token_ids(self, format: ChatFormat, messages: Messages) -> list[int]:
-        plain = all(map(_is_text, messages))
-        texts = [text for message in messages for text in message.items()] if plain else [repr(messages)]
-        key = (format, *texts)
-        ids = self._ids.get(key)
-        if ids is None:
-            ids = self._ids[key] = tuple(format.prompt_ids(messages))
-            if len(self._ids) > self.SIZE:
-                self._ids.popitem(last=False)
-        else:
-            self._ids.move_to_end(key)
-        return list(ids)
-
-
 def fit_to_context(prompt_tokens: int, max_tokens: int, max_context: int | None, actor_id: str | None) -> int:
     """Return how many tokens may be sampled. Raises ``ContextLengthError`` if the prompt leaves no room."""
     if max_context is None:
@@ -248,7 +178,7 @@ def only_response(request: ModelRequest, responses: Sequence[ModelResponse]) -> 
 
 def check_response(request: ModelRequest, response: ModelResponse) -> None:
     """Raise ``ModelError`` unless token ids, log-probabilities, versions and finish reason are present and agree."""
-    tokens = len(response.completion_token_ids)
+    tokens, asked = len(response.completion_token_ids), kept(request, "prompt_token_ids")
     problem: str | None = None
     if tokens == 0:
         problem = "no completion token ids"
@@ -260,27 +190,23 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
         problem = f"{tokens} completion token ids but policy versions {response.policy_versions}"
     elif response.finish_reason not in FINISH_REASONS:
         problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
-    elif (experts := response.routed_experts) is not None and len(experts.ids) != len(request.prompt_token_ids) + (
-        tokens - 1
-    ):
+    elif (experts := response.routed_experts) is not None and len(experts.ids) != len(asked) + tokens - 1:
         problem = f"the experts of {len(experts.ids)} tokens, expected all of prompt and completion but the last"
-    elif response.prompt_token_ids and list(response.prompt_token_ids) != list(request.prompt_token_ids):
+    elif (shown := kept(response, "prompt_token_ids")) and shown != asked:
         problem = "other prompt token ids than were asked"
     if problem is not None:
         raise ModelError(f"the inference client gave a response with {problem} (policy {request.policy!r})")
 
 
-def to_step(
-    actor_id: str | None, turn: int, messages: Messages, request: ModelRequest, response: ModelResponse
-) -> Step:
+def to_step(actor_id: str | None, turn: int, messages: Chat, request: ModelRequest, response: ModelResponse) -> Step:
     """Return the record of one call. A judge (``actor_id=None``) and responses that arrived as text never train."""
     parsed, sampling = response.parsed, request.sampling
     return Step(
         actor_id,
         turn=turn,
-        prompt=messages,
+        prompt=cast(Messages, messages),
         completion=response.text,
-        prompt_token_ids=list(request.prompt_token_ids),
+        prompt_token_ids=kept(request, "prompt_token_ids"),
         completion_token_ids=list(response.completion_token_ids),
         completion_logprobs=list(response.logprobs),
         policy_versions=list(response.policy_versions),

@@ -8,7 +8,7 @@ import numpy as np
 
 from turnwise.arena.runtime.context import EpisodeContext, current_context
 from turnwise.arena.runtime.private_text import LeakError, Mark, PrivateTexts
-from turnwise.types import GenerateResult, Messages, Step, TrainingBatch
+from turnwise.types import Chat, GenerateResult, Step, TrainingBatch
 
 
 def private(text: str, to: str | Collection[str]) -> str:
@@ -40,7 +40,7 @@ def reveal(text: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The checks; the arena calls them
 # ---------------------------------------------------------------------------------------------------------------------
-def check_prompt(context: EpisodeContext, actor: str | None, messages: Messages) -> None:
+def check_prompt(context: EpisodeContext, actor: str | None, messages: Chat) -> None:
     """Raise :class:`LeakError` if ``actor``'s prompt holds text that is private to others. Judges may see all text."""
     if actor is None:
         return

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.types import Messages, Step
+from turnwise.types import Chat, Step
 
 MIN_HIDDEN_WORDS = 4
 """Fewer hidden words of a completion may occur anywhere by chance, so only the tags around them identify them."""
@@ -81,7 +81,7 @@ class PrivateTexts:
         if known.readers is not None:
             known.readers |= frozenset(readers)
 
-    def add_thought(self, thought: str, actor: str, said: str, prompt: Messages) -> None:
+    def add_thought(self, thought: str, actor: str, said: str, prompt: Chat) -> None:
         """Mark what ``actor`` thought, unless it also ``said`` it, or quotes its prompt, whose secrets have marks."""
         known = [normalize_text(text) for text in (said, *(text_of(message["content"]) for message in prompt))]
         for part in hidden_parts(thought, ""):
@@ -107,12 +107,12 @@ class PrivateTexts:
                 if mark.readers is not None and speaker in mark.readers and contains_phrase(said, key):
                     mark.readers |= {reader}
 
-    def shown(self, actor: str | None, messages: Messages) -> list[str]:
+    def shown(self, actor: str | None, messages: Chat) -> list[str]:
         """Return the texts marked for ``actor`` that occur literally in ``messages``, for the report."""
         mine = [mark.text for mark in self.marks.values() if mark.readers is not None and actor in mark.readers]
         return [text for text in mine if any(text in text_of(message["content"]) for message in messages)]
 
-    def leak(self, actor: str, messages: Messages, steps: Iterable[Step | None]) -> Mark | None:
+    def leak(self, actor: str, messages: Chat, steps: Iterable[Step | None]) -> Mark | None:
         """Return a mark in ``messages`` that ``actor`` may not see. Its own completions in ``steps`` are allowed."""
         hidden = {
             key: mark for key, mark in self.marks.items() if mark.readers is not None and actor not in mark.readers
@@ -141,7 +141,7 @@ class PrivateTexts:
                 return hidden[key]
         return None
 
-    def is_open(self, text: str, messages: Messages) -> bool:
+    def is_open(self, text: str, messages: Chat) -> bool:
         """True if ``messages`` hold ``text`` outside of private texts, for example in a format instruction."""
         shut = [key for key, mark in self.marks.items() if mark.readers is not None]
         key = normalize_text(text)

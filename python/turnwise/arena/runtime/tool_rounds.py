@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context
-from turnwise.arena.runtime.model_call import to_messages
+from turnwise.arena.runtime.prompts import to_messages
 from turnwise.arena.runtime.recording_hooks import record_input
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted, warn_once

@@ -1,0 +1,198 @@
+"""Prompts that share what they have in common: a later prompt of a chat holds only what is new in it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+TOKENS = "i"
+"""Type code of an array of token ids: int32."""
+
+
+class Growing(Generic[T]):
+    """Items that several prefixes share: a list of messages, or an array of token ids. It only grows."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def grown(self, length: int, new: Any) -> Growing[T]:
+        """Return items that begin with the first ``length`` of these and ``new``: these, if they end there."""
+        if len(self.items) == length:
+            self.items.extend(new)
+            return self
+        return Growing(self.items[:length] + new)
+
+
+class Prefix(Sequence[T]):
+    """The first ``length`` items of ``shared``, followed by ``tail``. It never changes.
+
+    Example: ``first = Prefix.of_tokens([1, 17, 9])`` and ``longer = first.followed([20, 2], [5])`` share their
+    beginning: ``list(longer) == [1, 17, 9, 20, 2, 5]``.
+    """
+
+    __slots__ = ("length", "origin", "shared", "tail")
+
+    def __init__(self, shared: Growing[T] | None, length: int, tail: Any, origin: str = "") -> None:
+        self.shared, self.length, self.tail, self.origin = shared, length, tail, origin
+
+    @classmethod
+    def of_tokens(cls, ids: Iterable[int]) -> Prefix[int]:
+        """Return token ids. Raises ``ValueError`` for one that is no int32, and ``TypeError`` for what is no number."""
+        return Prefix(None, 0, as_tokens(ids))
+
+    @classmethod
+    def of_messages(cls, messages: Iterable[T]) -> Prefix[T]:
+        return Prefix(None, 0, list(messages))
+
+    def followed(self, closed: Any, tail: Any, origin: str = "") -> Prefix[T]:
+        """Return these items, ``closed`` and ``tail``. All but ``tail`` become shared."""
+        kind = type(self.tail)
+        new = self.tail + _as(kind, closed)
+        shared = Growing(new) if self.shared is None else self.shared.grown(self.length, new)
+        return Prefix(shared, self.length + len(new), _as(kind, tail), origin)
+
+    def rejoined(self, closed: Any, tail: Any, origin: str = "") -> Prefix[T]:
+        """Return the shared items, ``closed`` and ``tail``, without the tail of this prefix."""
+        kind = type(self.tail)
+        new = _as(kind, closed)
+        shared = Growing(new) if self.shared is None else self.shared.grown(self.length, new)
+        return Prefix(shared, self.length + len(new), _as(kind, tail), origin)
+
+    def whole(self) -> Any:
+        """Return a new list, or array of int32, of all items."""
+        return self.tail[:] if self.shared is None else self.shared.items[: self.length] + self.tail
+
+    def numpy(self) -> np.ndarray:
+        """Return token ids as int32 of shape ``[length]``, a copy."""
+        return np.frombuffer(self.whole(), np.int32)
+
+    def tolist(self) -> list[T]:
+        return list(self.whole())
+
+    def begins_with(self, other: Prefix[T]) -> bool:
+        """True if all items of ``other`` are the first ones here."""
+        if self.shared is other.shared and self.length >= other.length + len(other.tail):
+            return self.shared is None or self.shared.items[other.length : other.length + len(other.tail)] == other.tail
+        return bool(self.whole()[: len(other)] == other.whole())
+
+    def __len__(self) -> int:
+        return self.length + len(self.tail)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            begin, end, step = index.indices(len(self))
+            if step != 1:
+                return list(self.whole()[index])
+            first = self.shared.items[begin : min(end, self.length)] if self.shared and begin < self.length else []
+            return [*first, *self.tail[max(begin - self.length, 0) : max(end - self.length, 0)]]
+        place = index + len(self) if index < 0 else index
+        if place < 0:
+            raise IndexError("index out of range")
+        found: T = self.shared.items[place] if self.shared and place < self.length else self.tail[place - self.length]
+        return found
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.whole())
+
+    def __add__(self, other: Sequence[T]) -> list[T]:
+        return [*self.whole(), *other]
+
+    def __radd__(self, other: Sequence[T]) -> list[T]:
+        return [*other, *self.whole()]
+
+    def __eq__(self, other: object) -> bool:
+        if other is self:
+            return True
+        if isinstance(other, (str, bytes)) or not isinstance(other, Sequence):
+            return NotImplemented
+        return len(other) == len(self) and self.tolist() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())
+
+    def __copy__(self) -> Prefix[T]:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prefix[T]:
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy() if isinstance(self.tail, array) else self.whole(), dtype=dtype)
+
+
+def as_tokens(ids: Iterable[int]) -> array[int]:
+    """Return token ids as an array of int32. Raises ``ValueError`` and ``TypeError`` for what is no such id."""
+    if isinstance(ids, array) and ids.typecode == TOKENS:
+        return ids
+    try:
+        return array(TOKENS, ids)
+    except OverflowError as error:
+        raise ValueError(f"token ids: expected int32 numbers, {error}") from error
+
+
+def _as(kind: type, items: Any) -> Any:
+    return as_tokens(items) if kind is array else items if isinstance(items, list) else list(items)
+
+
+class _Shared:
+    """A field that keeps a :class:`Prefix` and gives a list: the whole is made where somebody asks for it."""
+
+    def __init__(self, slot: Any) -> None:
+        self.slot = slot
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return self
+        kept = self.slot.__get__(owner, kind)
+        return kept.tolist() if isinstance(kept, Prefix) else kept
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self.slot.__set__(owner, value)
+
+
+def shares(*names: str) -> Any:
+    """Let fields of a dataclass with slots keep a :class:`Prefix`; each access to them makes a list.
+
+    :func:`kept` returns the prefix itself.
+    """
+
+    def decorate(kind: C) -> C:
+        for name in names:
+            setattr(kind, name, _Shared(kind.__dict__[name]))
+        every = tuple(field.name for field in fields(kind))
+
+        def getstate(self: Any) -> tuple[None, dict[str, Any]]:
+            return None, {name: kept(self, name) for name in every if hasattr(self, name)}
+
+        kind.__getstate__ = getstate  # type: ignore[method-assign, assignment]
+        if not any("__setstate__" in base.__dict__ for base in kind.__mro__[1:]):
+            kind.__setstate__ = _setstate  # type: ignore[attr-defined]
+        return kind
+
+    return decorate
+
+
+def _setstate(self: Any, state: tuple[None, Mapping[str, Any]]) -> None:
+    for name, value in state[1].items():
+        object.__setattr__(self, name, value)
+
+
+def kept(owner: Any, name: str) -> Any:
+    """Return what a field keeps: a :class:`Prefix`, or the list that it was given."""
+    found = type(owner).__dict__.get(name)
+    return found.slot.__get__(owner) if isinstance(found, _Shared) else getattr(owner, name)
