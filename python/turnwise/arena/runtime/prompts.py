@@ -19,7 +19,7 @@ from turnwise.chat.anchors import Anchors
 from turnwise.chat.messages import ROLES, SYSTEM_ROLES, plain_messages, with_system
 from turnwise.state import to_python
 from turnwise.types import Actor, Message, Messages, Step
-from turnwise.types.prompts import Prefix, as_tokens, kept
+from turnwise.types.prompts import GIVEN, Prefix, as_tokens, kept
 
 RENDERED = "prompts/rendered_again"
 """Begins the metrics of calls whose chat holds the actor's latest answer, but not behind its tokens, by reason.
@@ -34,10 +34,6 @@ MAX_EARLIER = 64
 
 SHORT = 12
 """A chat of fewer messages is rendered as a whole: two short chats, which show where answers end, cost more."""
-
-
-GIVEN = "given"
-"""Origin of tokens that the caller rendered: no later chat goes on from them here."""
 
 
 class Shown(list[Message]):
