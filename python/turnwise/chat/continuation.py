@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
@@ -33,6 +33,8 @@ class Prompt:
     """Control tokens that the new messages spell, which became text."""
     continues: Any = None
     """The ``mark`` of the call that the chat continues."""
+    chat: Prefix[Message] = field(default_factory=lambda: Prefix.of_messages([]))
+    """The messages; those of an earlier call are shared with it."""
 
 
 class Conversations:
@@ -70,7 +72,9 @@ class Conversations:
         continued in that message.
         """
         if messages[-1]["role"] != "assistant" or not continues_answer:
-            return self._prompt(messages, tools, form, request)
+            length, call, rewritten = self._histories.find(messages, list(tools))
+            prompt = self._prompt(messages, tools, form, request, (length, call, rewritten))
+            return replace(prompt, chat=_shared(messages, length - 1, call))
         if messages[-1].get("tool_calls"):
             raise ChatError("messages", "the last message calls tools: expected their results")
         length, whole, _ = self._histories.find(messages, list(tools))
@@ -79,12 +83,20 @@ class Conversations:
             # The agent lets the model go on with its answer.
             ended = whole.completion[-1:] and whole.completion[-1] in self.format.stop_token_ids
             ids = whole.prompt.followed(whole.completion[:-1] if ended else whole.completion, [], GIVEN)
-            return Prompt(ids, len(ids), continues=whole.mark)
-        prompt = self._prompt(messages[:-1] or [{"role": "user", "content": ""}], tools, form, request)
+            return Prompt(ids, len(ids), continues=whole.mark, chat=Prefix.of_messages(messages))
+        before = messages[:-1] or [{"role": "user", "content": ""}]
+        prompt = self._prompt(before, tools, form, request, self._histories.find(before, list(tools)))
         begun = self.format.begun_ids(messages[-1], prompt.ids)
-        return replace(prompt, ids=prompt.ids.followed([], begun, GIVEN))
+        return replace(prompt, ids=prompt.ids.followed([], begun, GIVEN), chat=Prefix.of_messages(messages))
 
-    def _prompt(self, messages: Messages, tools: Sequence[Tool], form: str, request: str) -> Prompt:
+    def _prompt(
+        self,
+        messages: Messages,
+        tools: Sequence[Tool],
+        form: str,
+        request: str,
+        found: tuple[int, SampledCall | None, str],
+    ) -> Prompt:
         asked = [{"role": "system", "content": request}] if request else []
 
         def whole() -> Prefix[int]:
@@ -93,7 +105,7 @@ class Conversations:
             chat = [*messages[:lead], *shown, *messages[lead:], *asked]
             return Prefix(None, 0, as_tokens(self.format.prompt_ids(chat, tools)), GIVEN)
 
-        length, call, rewritten = self._histories.find(messages, list(tools))
+        length, call, rewritten = found
         new = messages[length:]
         escapes = self.format.escapes(new)
         if call is None:
@@ -125,12 +137,21 @@ class Conversations:
         *,
         form: str = "",
         stop: str | None = None,
+        chat: Prefix[Message] | None = None,
     ) -> None:
         """Keep a finished call, so that later chats may continue it; their prompts have its ``mark``.
 
         ``messages``, ``tools`` and ``form`` are those of :meth:`prompt`. ``stop`` is the stop string that ended the
-        completion, and that ``answer`` lacks.
+        completion, and that ``answer`` lacks. ``chat`` is that of the :class:`Prompt`.
         """
         kept_prompt = prompt if isinstance(prompt, Prefix) else Prefix(None, 0, as_tokens(prompt), GIVEN)
-        call = SampledCall(kept_prompt, list(completion), answer, list(tools), form, (stop or "").strip(), mark)
+        call = SampledCall(kept_prompt, list(completion), answer, list(tools), form, (stop or "").strip(), mark, chat)
         self._histories.add(messages, call)
+
+
+def _shared(messages: Messages, length: int, call: SampledCall | None) -> Prefix[Message]:
+    """Return a chat that goes on behind ``length`` messages of ``call``, which share them if they are equal."""
+    chat = None if call is None else call.chat
+    if chat is None or len(chat) != length or messages[:length] != chat.whole():
+        return Prefix.of_messages(messages)
+    return chat.followed(messages[length : length + 1], messages[length + 1 :])

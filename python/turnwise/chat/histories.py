@@ -28,6 +28,8 @@ class SampledCall:
     stop: str = ""
     """The stop string that ended the answer, without outer white space; the tokens hold it, ``answer`` doesn't."""
     mark: Any = None
+    chat: Prefix[Message] | None = None
+    """The messages of the prompt, which later chats share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class ArenaForHooks(Protocol):
     async def call_model(
         self,
         actor_id: str | None,
-        prompt: str | Messages,
+        prompt: str | Chat,
         *,
         policy: str | None = None,
         record: bool = True,
@@ -73,7 +73,7 @@ class ArenaForHooks(Protocol):
     def prepare(
         self,
         actor_id: str | None,
-        prompt: str | Messages,
+        prompt: str | Chat,
         *,
         policy: str | None = None,
         prompt_token_ids: Sequence[int] | None = None,
