@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from turnwise.types.model_calls import Chat, InferenceClient, Messages, ModelRequest, ModelResponse, Sampling
+from turnwise.types.model_calls import Chat, InferenceClient, ModelRequest, ModelResponse, Sampling
 from turnwise.types.play import Actor, EpisodeRequest, GenerateResult
 from turnwise.types.training import CreditAssigner
 
