@@ -1,6 +1,6 @@
 """Writes a run as one HTML file (curves, config, episodes, processes), and reads its status.
 
-Read in this order: read, cluster, status, credit, trace.
+Read in this order: read, curves, cluster, status, credit, trace.
 May import: types, utils, samples, credit, arena.stages, train, train.config, train.terms, train.log, train.checkpoint.
 """
 

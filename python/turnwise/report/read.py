@@ -7,19 +7,20 @@ import json
 import math
 import re
 import tomllib
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata, resources
+from operator import sub
 from pathlib import Path
 from typing import Any
 
 from turnwise.report.cluster import lanes
-from turnwise.train.log.metrics import TIME
-from turnwise.train.log.run_log import read_metrics
+from turnwise.report.curves import read_shown_metrics, spread
+from turnwise.train.log.lines import parse_line, read_rows
 from turnwise.train.log.secrets import hide_in, secrets_in
-from turnwise.train.log.writers import parse_line
 from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_regular, replace_text
 
 _EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
@@ -63,7 +64,7 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
     # Read the files; episodes share prompts by their indices in ``prompts``.
     config = read_config_text(files[2])
     settings = parse_config(config)
-    rows = read_metrics(folder)
+    metrics = read_shown_metrics(files[0], limits.points)
     prompts: dict[str, int] = {}
     recorded, lines = read_episodes(files[1], limits)
     episodes = [episode(line, prompts) for line in lines]
@@ -72,11 +73,11 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
         "name": folder.resolve().name,
         "config": None if config is None else hide_in(config, [*secrets_in(settings), *secrets_in(config)]),
         "planned": settings.get("steps"),
-        "curves": curves(rows, limits.points),
-        "lanes": lanes(folder, rows, limits.points),
-        "contributions": contributions(rows),
-        "warnings": read_metrics(folder, "warnings.jsonl"),
-        "actors": names([actor_of(name) for row in rows for name in row], [step["actor"] for step in calls]),
+        "curves": metrics.curves,
+        "lanes": lanes(folder, metrics.times),
+        "contributions": metrics.contributions,
+        "warnings": list(read_rows(folder / "warnings.jsonl")),
+        "actors": names(metrics.actors, [step["actor"] for step in calls]),
         "tasks": list(settings.get("tasks", {})),
         "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
         "recorded": recorded,
@@ -106,65 +107,6 @@ def names(*sources: Any) -> list[str]:
     return list(dict.fromkeys(name for source in sources for name in source if name))
 
 
-def actor_of(metric: str) -> str:
-    """Return the actor in the metric ``completion_tokens/<actor>``, which every step has; empty for other metrics."""
-    return metric.partition("completion_tokens/")[2]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves
-# ---------------------------------------------------------------------------------------------------------------------
-def curves(rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any]:
-    """Return ``{"rows": n, "step": [...], "series": {metric: [value or None]}}``, thinned to about ``points`` rows.
-
-    Rows with a rare metric, such as validation, are always kept.
-    """
-    kept = [rows[index] for index in thin(rows, points)] if len(rows) > points else list(rows)
-    series: dict[str, list[float | None]] = {}
-    for index, row in enumerate(kept):
-        for name, value in row.items():
-            if name not in ("step", TIME) and isinstance(value, (int, float)):
-                series.setdefault(name, [None] * len(kept))[index] = float(value) if math.isfinite(value) else None
-    return {"rows": len(rows), "step": [row["step"] for row in kept], "series": series}
-
-
-def contributions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what each actor added at the last validation that measured it; ``None`` if none did.
-
-    Example: ``{"step": 20, "actors": {"reviser": {"handed": 40.0, "changed": 0.25, "without": 0.55}}}`` from the
-    metrics ``validation/<actor>/<measure>``.
-    """
-    for row in reversed(rows):
-        actors: dict[str, dict[str, float]] = {}
-        for name, value in row.items():
-            actor, _, measure = name.removeprefix("validation/").rpartition("/")
-            if name.startswith("validation/") and actor and math.isfinite(value):
-                actors.setdefault(actor, {})[measure] = float(value)
-        if actors:
-            return {"step": row["step"], "actors": actors}
-    return None
-
-
-def thin(rows: Sequence[Mapping[str, Any]], points: int) -> list[int]:
-    """Return the indices of ``points`` evenly spread rows, and of all rows with a rare metric."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        for name in row:
-            counts[name] = counts.get(name, 0) + 1
-    rare = {name for name, count in counts.items() if count <= points / 4}
-    chosen = set(spread(len(rows), points))
-    return [index for index, row in enumerate(rows) if index in chosen or not rare.isdisjoint(row)]
-
-
-def spread(count: int, wanted: int) -> list[int]:
-    """Return ``wanted`` evenly spread indices below ``count``, with the first and the last; all if they are few."""
-    if wanted >= count:
-        return list(range(count))
-    if wanted == 1:
-        return [count - 1]
-    return sorted({round(index * (count - 1) / (wanted - 1)) for index in range(wanted)})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Episodes
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,20 +114,18 @@ def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, list[dict[str,
     """Return the number of episodes in ``rollouts.jsonl``, and the chosen ones. Other lines are never parsed."""
     if not path.is_file():
         return 0, []
-    # Find each line's offset, length and number, then parse the chosen lines.
-    places: list[tuple[int, int, int]] = []
+    # Find where each line starts, then parse the chosen lines.
+    starts = array("Q", [0])
     with open_regular(path) as stream:
-        at = 0
-        for number, line in enumerate(bounded_lines(stream, path), 1):
+        for line in bounded_lines(stream, path):
             if line.endswith(b"\n"):  # else it is still being written
-                places.append((at, len(line), number))
-            at += len(line)
+                starts.append(starts[-1] + len(line))
+        lengths = array("Q", map(sub, starts[1:], starts))
         lines = []
-        for index in choose([length for _, length, _ in places], limits):
-            at, length, number = places[index]
-            stream.seek(at)
-            lines.append(parse_line(stream.read(length), path, number))
-    return len(places), lines
+        for index in choose(lengths, limits):
+            stream.seek(starts[index])
+            lines.append(parse_line(stream.read(lengths[index]), path, index + 1))
+    return len(lengths), lines
 
 
 def choose(lengths: Sequence[int], limits: ReportLimits) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 from turnwise.train.checkpoint.checkpoint import ignored_checkpoints, list_checkpoints
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, ConfigError
-from turnwise.train.log.writers import read_lines
+from turnwise.train.log.lines import read_rows
 from turnwise.utils.files import make_private, open_regular, read_regular
 from turnwise.utils.values import problem
 
@@ -153,7 +153,7 @@ def check_records(config: TrainConfig, note: Callable[[str], None] | None = None
 
 def check_episode_types(config: TrainConfig, episodes: Collection[str]) -> None:
     """Raise ``ValueError`` if the type of the run folder's first recorded episode is not one of ``episodes``."""
-    first = next((row for _, row in read_lines(config.run_dir / "rollouts.jsonl")), None)
+    first = next(read_rows(config.run_dir / "rollouts.jsonl"), None)
     if first is not None and first["episode_type"] not in episodes:
         raise ValueError(foreign_episode(config, first["id"], first["episode_type"]))
 

@@ -55,7 +55,7 @@ class EpisodeGroup:
     batch: EpisodeBatch
     number: int
     home: int
-    """Index of its worker, modulo the number of workers."""
+    """Index among the groups of its batch."""
     indices: list[int]
     """Indices of its episodes in the batch's requests."""
     job: bytes
@@ -66,6 +66,11 @@ class EpisodeGroup:
     sent_as: int = -1
     """Number of the latest message with this group. Answers to earlier ones don't count."""
     deaths: list[str] = field(default_factory=list)
+
+    @property
+    def lane(self) -> int:
+        """Index of its worker, modulo the number of workers that are there."""
+        return self.home % self.batch.most_workers
 
     @property
     def is_suspect(self) -> bool:
