@@ -26,15 +26,16 @@ from turnwise.replay.replayer import Replayer, replay_episode
 from turnwise.run.build import Run, arena_for_client, build_run
 from turnwise.run.checks import resolve_config, task_of, tiny_model
 from turnwise.state import to_python
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints, load_weights
-from turnwise.train.checkpoint.files import LARGEST, read_tensors
+from turnwise.train.checkpoint.checkpoint import load_weights
+from turnwise.train.checkpoint.files import read_tensors
+from turnwise.train.checkpoint.listing import LARGEST, checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, Problems
 from turnwise.train.league.build import FOLDER
 from turnwise.train.league.pool import Snapshot, members_in
+from turnwise.train.log.records import read_lines
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.log.writers import read_lines
 from turnwise.train.model.loading import check_models
 from turnwise.train.model.policy import Policy
 from turnwise.train.run_folder import foreign_episode

@@ -20,8 +20,7 @@ from turnwise.credit.by_task import CreditByTask
 from turnwise.report.read import parse_config, read_config_text
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.training_samples import advantages_of, penalize
-from turnwise.train.log.run_log import read_metrics
-from turnwise.train.log.writers import read_lines
+from turnwise.train.log.records import read_lines, read_metrics
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Sample, Step
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.files import damage_named

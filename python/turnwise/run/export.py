@@ -23,7 +23,7 @@ from turnwise.train.checkpoint.files import CheckpointMismatch, read_manifest
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.checkpoint.weight_sets import base_weight_sets, own_weight_set
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.records import read_metrics
 from turnwise.train.model.export import export_model
 from turnwise.train.model.loading import TINY, attach_adapters, check_models, load_models
 from turnwise.utils.registry import did_you_mean

@@ -14,7 +14,6 @@ from typing import Any
 
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.files import (
     CheckpointError,
     CheckpointMismatch,
@@ -22,13 +21,14 @@ from turnwise.train.checkpoint.files import (
     read_listed,
     read_state,
 )
+from turnwise.train.checkpoint.listing import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import set_random_state
 from turnwise.train.checkpoint.vocabulary import VOCABULARY, check_vocabulary, digest_of
 from turnwise.train.config.changes import Resumed, resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.records import read_metrics
 from turnwise.train.resume_queue import QUEUE, SamplerState, new_queue, pending_files, restore_pending, sampler_state
 from turnwise.train.resume_stores import begin_stores, forget_old_states, name_run
 from turnwise.train.run_folder import check_records

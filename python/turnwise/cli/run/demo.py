@@ -37,8 +37,9 @@ from turnwise.tasks import build_task
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe
-from turnwise.train.log.run_log import RunLog, read_metrics
-from turnwise.train.run_folder import check_not_running
+from turnwise.train.log.records import read_metrics
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.run_lock import check_not_running
 from turnwise.train.validate import config_from_dict, load_config
 from turnwise.utils import output
 from turnwise.utils.files import make_private

@@ -17,7 +17,8 @@ from turnwise.arena.recording.rollouts_jsonl import json_line, plain_result
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe, plain_evaluation
 from turnwise.train.log.progress_bars import ProgressBars, curve_line
-from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers, read_lines
+from turnwise.train.log.records import read_metrics
+from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers
 from turnwise.types import GenerateResult, Tokenizer
 from turnwise.utils import output
 from turnwise.utils.files import make_private, replace_text
@@ -229,11 +230,3 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
         texts.append(text.removeprefix(prefix))
         before, start = start, end
     return texts
-
-
-def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl``, or of file ``name``, without an unfinished last line.
-
-    Raises ``ValueError`` naming a bad line.
-    """
-    return [row for _, row in read_lines(folder / name)]

@@ -7,7 +7,7 @@ creates no empty log.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,9 +17,10 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.log.metrics import numbers_of
 from turnwise.train.log.prometheus import Prometheus
+from turnwise.train.log.records import read_lines
 from turnwise.train.log.secrets import hide_secrets
 from turnwise.train.log.weights_and_biases import WandB
-from turnwise.utils.files import bounded_lines, open_regular, open_to_append, parse_json_line, replace_text, replacing
+from turnwise.utils.files import open_to_append, replace_text, replacing
 from turnwise.utils.values import problem
 
 if TYPE_CHECKING:
@@ -131,36 +132,6 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     with open_to_append(path) as stream:
         for row in rows:
             stream.write(f"{json_line(row)}\n".encode())
-
-
-def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line of ``path``, as bytes and parsed; nothing if there is no file.
-
-    An incomplete last line, which a kill may leave, is omitted. Raises ``ValueError`` naming the file and the line
-    for any other line that is not a JSON object with a step.
-    """
-    if not path.exists():
-        return
-    with open_regular(path) as stream:
-        for number, line in enumerate(bounded_lines(stream, path), 1):
-            try:
-                yield line.rstrip(b"\n") + b"\n", parse_line(line, path, number)
-            except ValueError:
-                if line.endswith(b"\n"):
-                    raise
-
-
-def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parse line ``number`` of the records in ``path``. Raises ``ValueError`` naming both."""
-    try:
-        row: dict[str, Any] = parse_json_line(line)
-        float(row["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}, line {number}: expected a JSON object with a step, got {line[:40]!r} ({error}). Fix or delete "
-            "the line"
-        ) from error
-    return row
 
 
 def keep_steps(path: Path, last: int) -> None:
