@@ -42,7 +42,7 @@ from turnwise.run.build import build_run
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.callbacks import Callback
 from turnwise.train.config.sampling import LoopConfig
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.lines import read_metrics
 from turnwise.train.validate import config_from_dict
 from turnwise.types import GenerateResult
 

@@ -8,7 +8,8 @@ import pytest
 
 from turnwise.report import ReportLimits, read_run
 from turnwise.report.cluster import StepTimes, lanes, parts_of_step, read_events, read_members
-from turnwise.train.log.metrics import EVENTS, TIME
+from turnwise.train.log.lines import TIME
+from turnwise.train.log.metrics import EVENTS
 
 from .hand_made import cluster_run
 

@@ -12,7 +12,7 @@ from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.report.status import duration, read_status
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.run_folder import LOCK
+from turnwise.train.run_lock import LOCK
 
 from .hand_made import HOSTILE, cluster_run
 

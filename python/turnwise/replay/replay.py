@@ -26,8 +26,9 @@ from turnwise.replay.replayer import Replayer, replay_episode
 from turnwise.run.build import Run, arena_for_client, build_run
 from turnwise.run.checks import resolve_config, task_of, tiny_model
 from turnwise.state import to_python
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints, load_weights
-from turnwise.train.checkpoint.files import LARGEST, read_tensors
+from turnwise.train.checkpoint.checkpoint import load_weights
+from turnwise.train.checkpoint.files import read_tensors
+from turnwise.train.checkpoint.listing import LARGEST, checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, Problems

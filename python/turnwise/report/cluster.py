@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.train.log.metrics import TIME
+from turnwise.train.log.lines import TIME
 from turnwise.utils.files import EVENTS, MEMBERS, parse_json_line, read_json, read_regular
 
 BEGINS = ("started", "restarted")

@@ -14,7 +14,7 @@ from typing import Any
 
 from turnwise.report.cluster import StepTimes
 from turnwise.train.log.lines import parse_line, read_lines
-from turnwise.train.log.metrics import TIME
+from turnwise.train.log.lines import TIME
 from turnwise.utils.files import open_regular
 
 

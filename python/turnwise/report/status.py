@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 from turnwise.report.cluster import BEGINS, parts_of_step, read_events, read_members
 from turnwise.report.read import parse_config, read_config_text
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.log.lines import count_lines, newest_lines
-from turnwise.train.log.metrics import TIME
-from turnwise.train.run_folder import lock_holder
+from turnwise.train.checkpoint.listing import list_checkpoints
+from turnwise.train.log.lines import TIME, count_lines, newest_lines
+from turnwise.train.run_lock import lock_holder
 from turnwise.utils.files import damage_named
 
 State = Literal["not started", "running", "killed", "stopped", "finished"]

@@ -14,7 +14,6 @@ from typing import Any
 
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.files import (
     CheckpointError,
     CheckpointMismatch,
@@ -22,6 +21,7 @@ from turnwise.train.checkpoint.files import (
     read_listed,
     read_state,
 )
+from turnwise.train.checkpoint.listing import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import set_random_state
 from turnwise.train.checkpoint.vocabulary import VOCABULARY, check_vocabulary, digest_of

@@ -39,7 +39,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe
 from turnwise.train.log.lines import read_rows
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.run_folder import check_not_running
+from turnwise.train.run_lock import check_not_running
 from turnwise.train.validate import config_from_dict, load_config
 from turnwise.utils import output
 from turnwise.utils.files import make_private

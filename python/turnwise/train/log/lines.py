@@ -21,6 +21,9 @@ from turnwise.utils.files import (
     replacing,
 )
 
+TIME = "cluster/time"
+"""Metric with the time at which a step began, in Unix seconds."""
+
 _BLOCK = 1 << 20
 """Bytes that are copied at once."""
 
@@ -43,6 +46,15 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     with open_to_append(path) as stream:
         for row in rows:
             stream.write(_line_of(row))
+
+
+def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Return the rows of ``metrics.jsonl``, or of file ``name``, without an unfinished last line.
+
+    Raises ``ValueError`` naming a bad line. The rows of a long run take much memory: :func:`read_rows` yields one after
+    another.
+    """
+    return list(read_rows(folder / name))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -231,12 +231,3 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
         texts.append(text.removeprefix(prefix))
         before, start = start, end
     return texts
-
-
-def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl``, or of file ``name``, without an unfinished last line.
-
-    Raises ``ValueError`` naming a bad line. The rows of a long run take much memory:
-    :func:`~turnwise.train.log.lines.read_rows` yields one after another.
-    """
-    return list(read_rows(folder / name))
