@@ -12,7 +12,8 @@ from turnwise.arena.runtime.context import EpisodeContext, use_context
 from turnwise.arena.runtime.hashing import LazyRandom
 from turnwise.types import EpisodeState, Rollout
 from turnwise.workers.messages import JobResult
-from turnwise.workers.stores import BatchStore, PendingId, apply_outcomes, dumps_pending, read_snapshots, snapshots
+from turnwise.workers.snapshots import SnapshotReader, StoreSnapshot
+from turnwise.workers.stores import BatchStore, PendingId, apply_outcomes, dumps_pending
 
 DECLARED = {"ask": True}
 
@@ -25,7 +26,7 @@ def store_of(*texts: str, **options: Any) -> ArtifactStore:
 
 
 def worker_of(store: ArtifactStore) -> BatchStore:
-    [sent] = read_snapshots(snapshots({"s": store}, evaluation=False)).values()
+    [sent] = SnapshotReader().read(StoreSnapshot(0, {"s": store}, evaluation=False).since(None)).values()
     assert isinstance(sent, BatchStore)
     return sent
 

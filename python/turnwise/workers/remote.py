@@ -28,7 +28,8 @@ from turnwise.workers.messages import (
     JobResult,
     Setup,
 )
-from turnwise.workers.stores import GivenIds, apply_outcomes, share_artifacts, snapshots
+from turnwise.workers.snapshots import StoreSnapshot
+from turnwise.workers.stores import GivenIds, apply_outcomes, share_artifacts
 from turnwise.workers.waiting import WaitingGroups
 
 MAX_DEATHS = 5
@@ -69,6 +70,7 @@ class RemoteWorkers:
         self._links: dict[str, Link] = {}
         self._waiting = WaitingGroups()
         self._numbers, self._messages, self._snapshots = itertools.count(), itertools.count(), itertools.count()
+        self._latest: StoreSnapshot | None = None
         self._alone_since = time.monotonic()
         self._looking: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[Any]] = set()
@@ -124,7 +126,9 @@ class RemoteWorkers:
             indices_of.setdefault(context.group_id, []).append(index)
         # A call that may make fewer model calls at once than there are workers uses only as many workers.
         workers = max(1, min(self.count, arena.budget.limit))
-        stores = (next(self._snapshots), snapshots(arena.stores, evaluation=arena.is_evaluation))
+        stores = StoreSnapshot(next(self._snapshots), arena.stores, evaluation=arena.is_evaluation)
+        stores.since(self._latest)  # most workers have the latest one, and what is new must be picklable
+        self._latest = stores
         batch = EpisodeBatch(float("inf") if concurrency is None else concurrency, workers, stores)
         own = self._own_episodes
         whole = arena.episodes.keys() == own.keys() and all(arena.episodes[name] is own[name] for name in own)

@@ -8,7 +8,6 @@ id when they are unpickled.
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import re
@@ -74,6 +73,11 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, key: _Key) -> str:
         return self._id_of(key)
+
+
+def shared_split(split: HashSplit | None) -> HashSplit | None:
+    """Return ``split`` without its function, which need not be picklable; an episode passes it again."""
+    return None if split is None else HashSplit(split.share, None, any_key=True)
 
 
 def dumps_pending(value: Any) -> bytes:
@@ -158,35 +162,6 @@ class BatchStore(FrozenStore):
             self._reads[context.root].add((context.root, self.name, context.rollout.episode_type))
 
 
-def shared_split(split: HashSplit | None) -> HashSplit | None:
-    """Return ``split`` without its function, which need not be picklable; an episode passes it again."""
-    return None if split is None else HashSplit(split.share, None, any_key=True)
-
-
-def snapshots(stores: Mapping[str, ArtifactStore], *, evaluation: bool) -> bytes:
-    """Return the pickle of the stores as they are now, for the workers.
-
-    Raises ``TypeError`` that names a store whose content or sampling rule can't be pickled.
-    """
-    made: dict[str, bytes] = {}
-    for name, store in stores.items():
-        if evaluation:
-            sent: FrozenStore = copy.copy(store if isinstance(store, FrozenStore) else store.frozen())  # type: ignore[assignment]
-            sent._layers, sent._split, sent._drawn = {}, shared_split(sent._split), None
-        else:
-            sent = BatchStore(store)
-        try:
-            made[name] = pickle.dumps(sent, protocol=5)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise TypeError(f"store {name!r} can't be sent to the workers: {error}") from error
-    return pickle.dumps(made, protocol=5)
-
-
-def read_snapshots(content: bytes) -> dict[str, ArtifactStore]:
-    """Return the stores of :func:`snapshots`."""
-    return {name: pickle.loads(store) for name, store in pickle.loads(content).items()}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # In the process of the loop
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,7 +230,7 @@ def share_artifacts(stores: Mapping[str, ArtifactStore], results: Iterable[Gener
 def _own(stores: Mapping[str, ArtifactStore], artifact: Artifact) -> Artifact:
     """Return the artifact of which ``artifact`` is a copy, if a store still has it."""
     for store in stores.values():
-        stored = store._contents.artifacts.get(artifact.id)
+        stored = store._contents.get(artifact.id)
         if stored is not None and (stored.source, stored.run) == (artifact.source, artifact.run):
             return stored
     return artifact
@@ -312,5 +287,6 @@ def _add(store: ArtifactStore, artifact: Artifact, ids: GivenIds, strict: str | 
             f"refuses, so its result would depend on which is first. {_REMEDY}"
         )
     if pending is not None:  # what was added before is the artifact of both
-        contents = store._contents
-        ids[pending.key] = contents._id_of[contents.key(artifact)] if made is None else made.id
+        known = store._contents.id_of(store._contents.key(artifact)) if made is None else made.id
+        assert known is not None
+        ids[pending.key] = known
