@@ -7,6 +7,7 @@ plays four chats. Both libraries record token ids and log-probabilities, and rew
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -31,17 +32,23 @@ def topic(number: Any) -> str:
 
 
 class Instant:
-    """An inference client that answers at once; while ``asked`` is a counter, it counts chats."""
+    """An inference client that gives ``replies``, texts with their token ids, in turns and at once.
 
-    def __init__(self) -> None:
+    While ``asked`` is a counter, it counts chats."""
+
+    def __init__(self, *replies: tuple[str, list[int]]) -> None:
         self.calls = 0
         self.asked: Asked | None = None
+        self._replies = itertools.cycle([(text, ids, [-0.5] * len(ids)) for text, ids in replies])
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         self.calls += len(requests)
         if self.asked is not None:
             self.asked.update(tuple((m["role"], m["content"]) for m in r.messages or ()) for r in requests)
-        return [ModelResponse(REPLY, list(IDS), list(LOGPROBS), "stop", [(len(IDS), 0)]) for _ in requests]
+        return [self._response(*next(self._replies)) for _ in requests]
+
+    def _response(self, text: str, ids: list[int], logprobs: list[float]) -> ModelResponse:
+        return ModelResponse(text, list(ids), list(logprobs), "stop", [(len(ids), 0)])
 
     def version(self, policy: str) -> int:
         return 0
@@ -78,7 +85,7 @@ class Ours:
     """turnwise's arena, with chats and with leads that have nested chats."""
 
     def __init__(self, concurrency: int, tokenizer: Any = None) -> None:
-        self.client = Instant()
+        self.client = Instant((REPLY, IDS))
         self.arena = Arena(
             self.client,
             ByteTokenizer() if tokenizer is None else tokenizer,
