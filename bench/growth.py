@@ -1,7 +1,6 @@
 """Measures how a cost grows with the amount of work: an axis, its sizes, and the exponent of what they cost.
 
-Each size runs in forked children, whose memory nothing else has used. A child first plays the smallest size, so that
-imports and caches count for no size.
+Each size runs in forked children, whose memory nothing else has used.
 """
 
 from __future__ import annotations
@@ -14,8 +13,11 @@ import time
 import traceback
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from turnwise.utils.memory import frozen_heap
 
 Counts = Mapping[str, float]
 FITTED = 3
@@ -63,9 +65,8 @@ def in_child(call: Callable[[], Any]) -> Any:
     return pickle.loads(told)
 
 
-def _costs(axis: Axis, size: int, smallest: int, *, traced: bool) -> dict[str, float]:
+def _costs(axis: Axis, size: int, *, traced: bool) -> dict[str, float]:
     """Return what one run of ``size`` costs: its time and counts, or ``traced`` its memory, which takes longer."""
-    axis.prepare(smallest)()
     work = axis.prepare(size)
     gc.collect()
     gc.freeze()
@@ -81,21 +82,28 @@ def _costs(axis: Axis, size: int, smallest: int, *, traced: bool) -> dict[str, f
 def measure(axis: Axis, sizes: Sequence[int], rounds: int) -> dict[str, list[float]]:
     """Return the least of each measure in ``rounds``, by size. Sizes take turns, as other programs may run.
 
-    While a time grows faster than its bound, which a busy machine can do too, up to three times as many rounds run.
+    While a time alone grows faster than its bound, which a busy machine can do too, up to three times as many rounds
+    run.
     """
-    found: dict[str, list[float]] = {}
-    for number in range(3 * rounds):
-        traced = [False] if number or MEMORY not in axis.bounds else [False, True]
-        for index, size in enumerate(sizes):
-            for each in traced:
-                costs = in_child(lambda size=size, each=each: _costs(axis, size, sizes[0], traced=each))
-                for name, cost in costs.items():
-                    values = found.setdefault(name, [math.inf] * len(sizes))
-                    values[index] = min(values[index], cost)
-        missed = [name for name, bound in axis.bounds.items() if exponent(sizes, found[name]) > bound]
-        if number + 1 >= rounds and missed != [CPU]:
-            break
-    return found
+
+    def every() -> dict[str, list[float]]:
+        axis.prepare(sizes[0])()  # imports and caches count for no size
+        gc.collect()
+        gc.freeze()
+        found: dict[str, list[float]] = {}
+        for number in range(3 * rounds):
+            for index, size in enumerate(sizes):
+                for traced in (False,) if number or MEMORY not in axis.bounds else (False, True):
+                    for name, cost in in_child(partial(_costs, axis, size, traced=traced)).items():
+                        values = found.setdefault(name, [math.inf] * len(sizes))
+                        values[index] = min(values[index], cost)
+            missed = [name for name, bound in axis.bounds.items() if exponent(sizes, found[name]) > bound]
+            if number + 1 >= rounds and missed != [CPU]:
+                break
+        return found
+
+    with frozen_heap():  # a collection in a child would visit, and so copy, the whole heap of this process
+        return in_child(every)  # type: ignore[no-any-return]
 
 
 def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:

@@ -130,7 +130,7 @@ def state_diff(size: int) -> Callable[[], None]:
     fork.data["list"][size // 2][0] = -1
 
     def work() -> None:
-        for _ in range(CHANGES):
+        for _ in range(5):
             assert len(state.diff(fork)) == 2
 
     return work
