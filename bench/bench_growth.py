@@ -3,9 +3,10 @@
 Each axis doubles one kind of work, and has a bound for the exponent of its costs: 1.1 for what is written or held once,
 1.15 for the time of a conversation (a turn costs a power of 0.15), 0.2 where only a little has changed. Exponents are
 fits to the three largest sizes. Times are CPU time, the least of several rounds in forked children; memory is the peak
-of Python's allocations; "rendered", "written", "on disk", "sent" and "characters" are counts, equal in each run. The
-exit code is 1 if an exponent, or the bound of a count, does not hold; a time alone fails nothing. ``--quick`` has
-smaller sizes, for CI.
+of Python's allocations; "rendered" (characters that pass through the tokenizer), "written", "on disk", "sent" and
+"characters" are counts, equal in each run. The exit code is 1 if an exponent, or the bound of a count, does not hold. A
+time alone fails nothing, and an exponent of times only if it is too large in three times as many rounds.
+``--quick`` has smaller sizes, for CI.
 
     python bench/bench_growth.py
     python bench/bench_growth.py --quick

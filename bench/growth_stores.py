@@ -46,22 +46,11 @@ def filled(size: int, **options: Any) -> ArtifactStore:
     return store
 
 
-def draws(rule: str, size: int) -> Callable[[], None]:
+def draws(size: int, *, in_file: bool = False, **options: Any) -> Callable[[], None]:
     """Draw after each of several changes."""
-    store = filled(size, sampling=rule)
-    ids = [artifact.id for artifact in store]
-
-    def work() -> None:
-        for change in range(CHANGES):
-            store.record(ids[change], change % 2)
-            store.sample_one()
-
-    return work
-
-
-def filed(size: int) -> Callable[[], None]:
-    """The same in a file."""
-    store = filled(size, path=f"{tempfile.mkdtemp(prefix='turnwise-bench-')}/questions.db", sampling="prioritized")
+    if in_file:
+        options["path"] = f"{tempfile.mkdtemp(prefix='turnwise-bench-')}/questions.db"
+    store = filled(size, **options)
     ids = [artifact.id for artifact in store]
 
     def work() -> None:
@@ -210,10 +199,10 @@ ROWS, FEW_ROWS = (4000, 8000, 16_000, 32_000), (3000, 6000, 12_000)
 SAME = {CPU: 0.2}
 AXES = [
     *(
-        Axis(f"a change and a draw, {rule}", "artifacts", partial(draws, rule), GATHERED, FEW, SAME)
+        Axis(f"a change and a draw, {rule}", "artifacts", partial(draws, sampling=rule), GATHERED, FEW, SAME)
         for rule in ("uniform", "weighted", "prioritized", "learnability")
     ),
-    Axis("a change and a draw, in a file", "artifacts", filed, GATHERED, FEW, SAME),
+    Axis("a change and a draw, in a file", "artifacts", partial(draws, in_file=True), GATHERED, FEW, SAME),
     Axis("state before a batch", "artifacts", before_batches, GATHERED, FEW, SAME),
     Axis("store sent to workers", "artifacts", to_workers, GATHERED, FEW, {**SAME, "sent": 0.2}),
     Axis("results of workers", "groups", outcomes, (64, 128, 256, 512, 1024), (32, 64, 128), {CPU: 1.1}),
