@@ -144,8 +144,8 @@ class Verifiers:
     """The same episodes with ``MultiTurnEnv`` of ``verifiers`` 0.3; later versions don't have this class.
 
     ``run_rollout`` plays them, as in prime-rl; ``generate`` would do additional work. Its OpenAI client returns a
-    parsed response with the prompt's token ids: reading JSON is left out, as our client reads none. A lead is an
-    environment that plays chats before it ends, because the package can't nest environments.
+    parsed response with the prompt's token ids, which it copies: reading JSON is left out, as our client reads none. A
+    lead is an environment that plays chats before it ends, because the package can't nest environments.
     """
 
     def __init__(self, module: Any, talk: Talk = Talk()) -> None:  # noqa: B008
@@ -155,15 +155,15 @@ class Verifiers:
         made = ChatCompletion.model_validate(completion(talk))
         turn = ByteTokenizer().encode(f"assistant: {talk.reply}\nuser: {talk.answer}\n")
         first = ByteTokenizer().encode(f"user: {question(0)}\nassistant: ")
-        ids, peer = first + turn * talk.turns, self
+        answers = [made.model_copy(update={"prompt_token_ids": first + turn * number}) for number in range(talk.turns)]
+        peer = self
 
         class Client(module.clients.OpenAIChatCompletionsClient):  # type: ignore[misc, name-defined]
             async def get_native_response(self, prompt: Any, *arguments: Any, **options: Any) -> Any:
                 peer.calls += 1
                 if peer.asked is not None:
                     peer.asked[tuple((m["role"], m["content"]) for m in prompt)] += 1
-                seen = ids[: len(first) + len(prompt) // 2 * len(turn)]
-                return made.model_copy(update={"prompt_token_ids": seen})
+                return answers[len(prompt) // 2]
 
         self.calls = 0
         self.asked: Asked | None = None
