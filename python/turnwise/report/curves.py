@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.report.cluster import StepTimes
-from turnwise.train.log.lines import parse_line, read_lines
-from turnwise.train.log.lines import TIME
+from turnwise.train.log.lines import TIME, parse_line, read_lines
 from turnwise.utils.files import open_regular
 
 
