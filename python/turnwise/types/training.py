@@ -11,7 +11,7 @@ import numpy as np
 from turnwise.types.columns import Column
 from turnwise.types.facts import StepFacts
 from turnwise.types.model_calls import FinishReason, PolicyVersions
-from turnwise.types.play import GenerateResult
+from turnwise.types.play import GenerateResult, Step
 
 
 @dataclass(slots=True)
@@ -64,6 +64,8 @@ class Sample:
     ``None``: the trajectory is an attempt by itself."""
     weight: float = 1.0
     """Factor of the advantage in the loss: 1 / n for a trajectory of one of n sub-agents of its actor in an attempt."""
+    step: Step | None = field(default=None, repr=False, compare=False)
+    """The step that the sample was collected from."""
 
     @property
     def trajectory_key(self) -> tuple[str, int | None]:
