@@ -60,6 +60,9 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``: ``<eos>`` for the end of sequence unless skipped, U+FFFD for other invalid ids."""
+        token_ids = list(token_ids)
+        if max(token_ids, default=0) < 256:
+            return bytes(token_ids).decode(errors="replace")
         end = b"" if skip_special_tokens else b"<eos>"
         parts = (bytes([token]) if token < 256 else end if token == 256 else b"\xff" for token in token_ids)
         return b"".join(parts).decode(errors="replace")

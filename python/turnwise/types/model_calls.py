@@ -59,7 +59,7 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if isinstance(self.stop, str) or (self.stop and not all(isinstance(text, str) and text for text in self.stop)):
             raise ValueError(f"stop={self.stop!r}: expected a tuple of texts, none of them empty")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature!r}: expected a number >= 0 (0 is greedy)")
