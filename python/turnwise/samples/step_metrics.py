@@ -96,7 +96,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         truncated[actor].append(step.finish_reason == "length")
         if SHORTENED in step.info:
             shortened[actor] = shortened.get(actor, 0) + 1
-    sampled += sum([length for of_actor in tokens.values() for length in of_actor])
+    sampled += sum([length for step, length in zip(steps, lengths, strict=True) if step.actor_id is not None])
     facts = [step.facts for step in steps]
     for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
         column = list(map(attrgetter(kind), facts))

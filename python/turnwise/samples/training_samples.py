@@ -32,13 +32,16 @@ Prepare = Callable[[Sequence[Sample]], Mapping[int, str]]
 """Prepares samples for the trainer. Returns the causes for which some can't train, by their place."""
 
 
+def constrained(samples: Sequence[Sample]) -> dict[int, str]:
+    """Leave out samples under a grammar, as :data:`Prepare` does where no stage sets what they need."""
+    return {place: "constrained" for place, sample in enumerate(samples) if sample.facts.grammar is not None}
+
+
 def training_samples(
     results: Sequence[GenerateResult],
     filters: Filters,
     zero_causes: Mapping[StepKey, str] | None = None,
-    prepare: Prepare = lambda samples: {
-        row: "constrained" for row, sample in enumerate(samples) if sample.facts.grammar is not None
-    },
+    prepare: Prepare = constrained,
     earlier: Sequence[Sample] = (),
 ) -> tuple[list[Sample], Drops]:
     """Return the samples that train, and counts of the model calls that don't, without judges.
