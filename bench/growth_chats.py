@@ -53,6 +53,18 @@ class Counting(ByteTokenizer):
         return super().apply_chat_template(conversation, tokenize=tokenize, **options)
 
 
+class Marking(Counting):
+    """Ends each message of a chat with the token that ends an answer, as most templates do."""
+
+    def apply_chat_template(self, conversation: Any, tokenize: bool = True, **options: Any) -> Any:
+        asks, ids = options.pop("add_generation_prompt", True), []
+        for place in range(len(conversation)):
+            shown = options if place == 0 else {**options, "tools": []}
+            ids += super().apply_chat_template(conversation[place : place + 1], add_generation_prompt=False, **shown)
+            ids += [self.eos_token_id]
+        return ids + (self.encode("assistant: ") if asks else [])
+
+
 class Chat(MultiTurnEpisode):
     """A player speaks, the environment answers."""
 
@@ -137,12 +149,14 @@ def playing(make: Callable[[int], Arena], calls: Callable[[int], int] = lambda t
 
 def with_tools(turns: int) -> Arena:
     """An answer with a call, its result, and an answer without one, in each turn."""
-    return arena_of(Chat(max_turns=turns), CALL, REPLY, tools=(look,))
+    return arena_of(Chat(max_turns=turns), CALL, REPLY, tokenizer=Marking(), tools=(look,))
 
 
 def tool_rounds(turns: int) -> Arena:
     """One turn with as many results of tools."""
-    return arena_of(Chat(max_turns=1), *([CALL] * turns), REPLY, tools=(look,), max_tool_rounds=turns)
+    return arena_of(
+        Chat(max_turns=1), *([CALL] * turns), REPLY, tokenizer=Marking(), tools=(look,), max_tool_rounds=turns
+    )
 
 
 def with_tokenizer(turns: int) -> Arena:
@@ -175,7 +189,7 @@ def gateway(turns: int) -> Callable[[], Counts]:
         return float(client.returncode == 0)
 
     episode = AgentEpisode(agent, Gateway(renderer="template", max_calls=turns), actors=["player"])
-    arena = arena_of(episode)
+    arena = arena_of(episode, tokenizer=Marking())
     arena.source = lambda: [EpisodeRequest(episode.episode_type, 0)]
     return playing(lambda turns: arena)(turns)  # type: ignore[no-any-return]
 

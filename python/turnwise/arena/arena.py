@@ -37,10 +37,12 @@ from turnwise.samples.pack import pack
 from turnwise.samples.step_metrics import describe
 from turnwise.samples.training_samples import set_advantages, state_of, training_samples
 from turnwise.types import (
+    Actor,
     Chat,
     ClientCapabilities,
     EpisodeRequest,
     GenerateResult,
+    Message,
     Messages,
     ModelRequest,
     ModelResponse,
@@ -49,7 +51,7 @@ from turnwise.types import (
     TrainingBatch,
     capabilities_of,
 )
-from turnwise.types.prompts import prompt_tokens
+from turnwise.types.prompts import Prefix, prompt_tokens
 from turnwise.types.protocols import ResponseCache
 
 
@@ -312,6 +314,13 @@ class Arena(ArenaSetup):
         if settings.grammar is not None and not capabilities_of(self.client, ClientCapabilities).grammars:
             raise ValueError(f"grammar: {type(self.client).__name__} can't sample under one")
         return messages, ModelRequest(prompt_ids, settings, policy, cast(Messages, messages))
+
+    def build_prompt(
+        self, actor: Actor, prompt: str | Chat, format: Any, tools: Sequence[dict[str, Any]]
+    ) -> tuple[Prefix[Message], Prefix[int]]:
+        """Return the chat of an actor with ``tools`` in this turn, and its tokens."""
+        context = current_context()
+        return self._prompts.build(format, actor, prompt, () if context is None else context.state.trajectory, tools)
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:

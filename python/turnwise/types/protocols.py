@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
+from turnwise.types.completions import Message
 from turnwise.types.model_calls import Chat, InferenceClient, ModelRequest, ModelResponse, Sampling
 from turnwise.types.play import Actor, EpisodeRequest, GenerateResult
+from turnwise.types.prompts import Prefix
 from turnwise.types.training import CreditAssigner
 
 
@@ -80,6 +82,12 @@ class ArenaForHooks(Protocol):
         **sampling: Any,
     ) -> tuple[Chat, ModelRequest]:
         """Return the chat and the request that :meth:`call_model` would send."""
+        ...
+
+    def build_prompt(
+        self, actor: Actor, prompt: str | Chat, format: Any, tools: Sequence[dict[str, Any]]
+    ) -> tuple[Prefix[Message], Prefix[int]]:
+        """Return the chat of an actor with ``tools`` in this turn, and its tokens."""
         ...
 
     async def generate_rollouts(

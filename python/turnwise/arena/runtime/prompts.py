@@ -15,8 +15,8 @@ from typing import Any
 
 from turnwise.arena.runtime.watch import count
 from turnwise.chat import ChatFormat
-from turnwise.chat.anchors import Anchors
-from turnwise.chat.messages import ROLES, SYSTEM_ROLES, plain_messages, with_system
+from turnwise.chat.continuation import Anchors
+from turnwise.chat.messages import ROLES, SYSTEM_ROLES, Tool, plain_messages, with_system
 from turnwise.state import to_python
 from turnwise.types import Actor, Chat, Message, Messages, Step
 from turnwise.types.prompts import GIVEN, Prefix, as_tokens, kept
@@ -26,8 +26,9 @@ RENDERED = "prompts/rendered_again"
 ``thought``: the chat leaves out what the model thought. ``template``: it writes something else before an answer than
 when the model is asked. ``history``: the episode changed, or left out, what stood before the answer."""
 
-SAMPLED, ANCHORED = "sampled", "anchored"
-"""Origins of a prompt: the shared tokens end with sampled ones, or with the text of an answer in a rendered chat."""
+WHOLE, SAMPLED, ANCHORED = "whole", "sampled", "anchored"
+"""Origins of a prompt: nothing is shared, or the shared tokens end with sampled ones, or with the text of an answer in
+a rendered chat. With tools, ``"+tools"`` follows."""
 
 MAX_EARLIER = 64
 """Calls of an actor that may be the one that its chat goes on from, the latest ones."""
@@ -61,10 +62,15 @@ class Prompts:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, tuple[Any, Any]] = OrderedDict()
-        self._anchors: dict[ChatFormat, Anchors] = {}
+        self._anchors: dict[Hashable, Anchors] = {}
 
     def build(
-        self, format: ChatFormat, actor: Actor | None, prompt: str | Chat, steps: Sequence[Step | None] = ()
+        self,
+        format: ChatFormat,
+        actor: Actor | None,
+        prompt: str | Chat,
+        steps: Sequence[Step | None] = (),
+        tools: Sequence[Tool] = (),
     ) -> Prompt:
         """Return the chat of ``actor`` and its tokens. ``steps`` are the episode's calls before this one.
 
@@ -73,25 +79,28 @@ class Prompts:
         found, rest = None, []
         if actor is not None and steps and isinstance(prompt, list) and len(prompt) > 1:
             prompt = _with_system(prompt, actor)
-            found = _earlier(actor.id, prompt, steps)
+            found = _earlier(actor.id, prompt, steps, _kind(tools))
             rest = prompt[found.length :] if found is not None else []
         if found is None or not all(map(is_text, rest)):
             messages = to_messages(prompt, actor)
-            return Prefix.of_messages(messages), self.token_ids(format, messages)
+            return Prefix.of_messages(messages), self.token_ids(format, messages, tools)
         if type(prompt) is not Shown:
             rest = [message.copy() for message in rest]
         texts = [text for message in rest for text in message.items()]
-        key = (format, id(found.step), found.length, found.exact, *texts)
-        built, metric = self._once(key, found.step, lambda: self._build(format, found, rest))
+        key = (format, _kind(tools), id(found.step), found.length, found.exact, *texts)
+        built, metric = self._once(key, found.step, lambda: self._build(format, found, rest, tools))
         if metric:
             count(metric)
         return built
 
-    def token_ids(self, format: ChatFormat, messages: Messages) -> Prefix[int]:
+    def token_ids(self, format: ChatFormat, messages: Messages, tools: Sequence[Tool] = ()) -> Prefix[int]:
         """Return the tokens of a whole chat."""
         plain = all(map(is_text, messages))
         texts = [text for message in messages for text in message.items()] if plain else [repr(messages)]
-        return self._once((format, *texts), None, lambda: Prefix.of_tokens(format.prompt_ids(messages)))
+        key = (format, repr(tools) if tools else "", *texts)
+        return self._once(
+            key, None, lambda: Prefix(None, 0, as_tokens(format.prompt_ids(messages, tools)), WHOLE + _kind(tools))
+        )
 
     def _once(self, key: Hashable, owner: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make()`` gave for ``key``. It keeps ``owner``, whose identity may be a part of the key."""
@@ -104,7 +113,7 @@ class Prompts:
             self._kept.popitem(last=False)
         return made
 
-    def _build(self, format: ChatFormat, found: _Earlier, rest: Messages) -> tuple[Prompt, str]:
+    def _build(self, format: ChatFormat, found: _Earlier, rest: Messages, tools: Sequence[Tool]) -> tuple[Prompt, str]:
         """Return the prompt of a chat that goes on with ``rest``, and the metric that counts it."""
         step = found.step
         chat, ids = kept(step, "prompt"), kept(step, "prompt_token_ids")
@@ -114,40 +123,55 @@ class Prompts:
             reason = "thought" if step.thought or step.in_thought else "template"
             if reason == "template" and format.extends_answers:
                 seen = format.cut(step.completion_token_ids)
-                after = format.following(ids, seen, rest, (), answer)
+                after = format.following(ids, seen, rest, tools, answer)
                 if after is not None:
-                    longer = chat.followed([answer], rest, SAMPLED), ids.followed(seen, after, SAMPLED)
+                    origin = SAMPLED + _kind(tools)
+                    longer = chat.followed([answer], rest, origin), ids.followed(seen, after, origin)
                     return longer, ""
             known = [*known, answer]
         messages = [*known, *rest]
         holds = any(each["role"] == "assistant" and each["content"] == step.completion for each in reversed(messages))
-        return self._rendered(format, messages, chat, ids), f"{RENDERED}/{reason}" if holds else ""
+        return self._rendered(format, messages, chat, ids, tools), f"{RENDERED}/{reason}" if holds else ""
 
-    def _rendered(self, format: ChatFormat, messages: Messages, chat: Prefix[Message], ids: Prefix[int]) -> Prompt:
+    def _rendered(
+        self,
+        format: ChatFormat,
+        messages: Messages,
+        chat: Prefix[Message],
+        ids: Prefix[int],
+        tools: Sequence[Tool],
+    ) -> Prompt:
         """Return a chat as the template renders the whole of it, and share the tokens up to its last answer."""
         last = next((n for n in range(len(messages) - 1, -1, -1) if messages[n]["role"] == "assistant"), -1)
         if len(messages) < SHORT or last < 0:
-            return Prefix.of_messages(messages), self.token_ids(format, messages)
-        anchors, rest = self._anchors_of(format), messages[last + 1 :]
+            return Prefix.of_messages(messages), self.token_ids(format, messages, tools)
+        anchors, rest, origin = self._anchors_of(format, tools), messages[last + 1 :], ANCHORED + _kind(tools)
         length = chat.length
-        if ids.origin == ANCHORED and last >= length - 1 and messages[:length] == chat[:length]:
+        if ids.origin == origin and last >= length - 1 and messages[:length] == chat[:length]:
             answers = messages[length : last + 1]
             between = anchors.up_to(messages[length - 1], answers) if answers else []
             after = anchors.rest(messages[last], rest)
             if between is not None and after is not None:
-                return chat.rejoined(answers, rest, ANCHORED), ids.rejoined(between, after, ANCHORED)
-        whole = self.token_ids(format, messages)
+                return chat.rejoined(answers, rest, origin), ids.rejoined(between, after, origin)
+        whole = self.token_ids(format, messages, tools)
         place = anchors.place(whole, messages[last], rest)
         if place is None:
             return Prefix.of_messages(messages), whole
         tokens = whole.whole()
-        shown: Prefix[Message] = Prefix.of_messages([]).rejoined(messages[: last + 1], rest, ANCHORED)
-        return shown, Prefix.of_tokens([]).rejoined(tokens[:place], tokens[place:], ANCHORED)
+        shown: Prefix[Message] = Prefix.of_messages([]).rejoined(messages[: last + 1], rest, origin)
+        return shown, Prefix.of_tokens([]).rejoined(tokens[:place], tokens[place:], origin)
 
-    def _anchors_of(self, format: ChatFormat) -> Anchors:
-        if format not in self._anchors:
-            self._anchors[format] = Anchors(format)
-        return self._anchors[format]
+    def _anchors_of(self, format: ChatFormat, tools: Sequence[Tool]) -> Anchors:
+        key = (format, repr(tools) if tools else "")
+        if key not in self._anchors:
+            if len(self._anchors) >= self.SIZE:
+                self._anchors.clear()
+            self._anchors[key] = Anchors(format, tools)
+        return self._anchors[key]
+
+
+def _kind(tools: Sequence[Tool]) -> str:
+    return "+tools" if tools else ""
 
 
 def given_chat(prompt: Any) -> Prefix[Message]:
@@ -168,20 +192,24 @@ def _with_system(messages: Messages, actor: Actor) -> Messages:
     return type(messages)([{"role": "system", "content": actor.system_prompt}, *messages])
 
 
-def _earlier(actor: str, messages: Messages, steps: Sequence[Step | None]) -> _Earlier | None:
-    """Return the latest call of ``actor`` that ``messages`` go on from; its latest call if there is none."""
+def _earlier(actor: str, messages: Messages, steps: Sequence[Step | None], kind: str) -> _Earlier | None:
+    """Return the latest call of ``actor`` that ``messages`` go on from; its latest call if there is none.
+
+    ``kind`` ends the origin of calls that were rendered with tools, or without.
+    """
+    kinds = {origin + kind for origin in (WHOLE, SAMPLED, ANCHORED)}
     latest: _Earlier | None = None
     left = MAX_EARLIER
     for step in reversed(steps):
         if step is None or step.actor_id != actor:
             continue
         chat, ids = kept(step, "prompt"), kept(step, "prompt_token_ids")
-        if not isinstance(chat, Prefix) or not isinstance(ids, Prefix) or ids.origin == GIVEN:
+        if not isinstance(chat, Prefix) or not isinstance(ids, Prefix) or ids.origin not in kinds:
             continue
         length = len(chat)
         if length < len(messages) and _is_answer(messages[length], step.completion) and _begin(messages, chat, length):
             return _Earlier(step, length + 1, exact=True)
-        if ids.origin == ANCHORED and _begin(messages, chat, chat.length):
+        if ids.origin == ANCHORED + kind and _begin(messages, chat, chat.length):
             return _Earlier(step, chat.length)
         latest = latest or _Earlier(step, 0)
         left -= 1

@@ -11,15 +11,14 @@ from typing import Any
 
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context
-from turnwise.arena.runtime.prompts import to_messages
 from turnwise.arena.runtime.recording_hooks import record_input
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted, warn_once
-from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import well_formed_texts
 from turnwise.chat.tools import build_arguments, by_name, schemas
 from turnwise.types import OK, Actor, Messages, ModelResponse, ParsedCompletion, Step, ToolCall
+from turnwise.types.prompts import GIVEN, Prefix, as_tokens
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import name_of
 from turnwise.utils.signals import UserCodeError, error_text
@@ -51,17 +50,16 @@ async def call_with_tools(
     with not_counted():
         functions, tools = by_name(actor.tools), schemas(actor.tools)
         format.check_tools(tools)
-    messages = to_messages(prompt, actor)
-    chats, context = Conversations(format), current_context()
+    chat, ids = arena.build_prompt(actor, prompt, format, tools)
+    context = current_context()
     turn = None if context is None else context.state.turn
     own = (actor.sampling or arena.sampling).stop_token_ids
     for number in range(actor.max_tool_rounds + 1):
-        asked = chats.prompt(messages, tools)
         last = number == actor.max_tool_rounds
         response = await call_model(
             actor.id,
-            asked.chat,
-            prompt_token_ids=asked.ids,
+            chat,
+            prompt_token_ids=ids,
             turn=turn,
             format=format,
             tools=() if last else tools,
@@ -86,21 +84,21 @@ async def call_with_tools(
             calls = calls[: actor.max_tool_calls + 1]
         names = [f"call_{number}_{index}" for index in range(len(calls))]
         answer = _with_all_calls(parsed, calls).message(names)
-        completion = format.cut(response.completion_token_ids)
-        chats.add(messages, tools, asked.ids, completion, answer, chat=asked.chat)
         run = calls[: actor.max_tool_calls]
         results = await gather_or_cancel([_result(one, functions.get(one.name), run_tool, actor) for one in run])
         if surplus > 0:
             limit = f"an answer may call {actor.max_tool_calls} tools"
             results.append(f"error: {limit}: {surplus} further calls were not run")
-        messages = [
-            *messages,
-            answer,
-            *(
-                {"role": "tool", "tool_call_id": name, "name": call.name, "content": result}
-                for name, call, result in zip(names, calls, results, strict=True)
-            ),
+        given: Messages = [
+            {"role": "tool", "tool_call_id": name, "name": call.name, "content": result}
+            for name, call, result in zip(names, calls, results, strict=True)
         ]
+        chat, completion = chat.followed([answer], given, GIVEN), format.cut(response.completion_token_ids)
+        after = format.following(ids, completion, given, tools, answer)
+        if after is None:  # the template can't extend this chat
+            ids = Prefix(None, 0, as_tokens(format.prompt_ids(chat.tolist(), tools)), GIVEN)
+        else:
+            ids = ids.followed(completion, after, GIVEN)
     raise AssertionError("the last round calls no tools")
 
 
