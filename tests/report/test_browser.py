@@ -187,7 +187,7 @@ def test_markup_failures_nested_episodes_and_private_text(page):
     assert summary.endswith("sub-agent of r9, as bob, after call 1 of alice, with its reward")
     page.locator(".prompt summary").first.click()
     assert page.locator("mark.private:visible").all_inner_texts() == ["Your card: ace"]
-    bob = page.locator(".prompt", has=page.locator(".role", has_text="system")).first
+    bob = page.locator(".prompt", has_text="prompt: 2 messages").first
     bob.locator("summary").click()
     assert bob.locator("mark.private").all_inner_texts() == ["board"], "what the arena marked while the episode ran"
     page.fill("[aria-label='Filter episodes']", "no such episode")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from turnwise.arena.recording.short_prompts import whole_steps
 from turnwise.credit import build_rule, registry
 from turnwise.credit.by_task import CreditByTask
 from turnwise.report.read import parse_config, read_config_text
@@ -222,7 +223,7 @@ def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
     """Convert a line of ``rollouts.jsonl`` into a result, with all parts that credit rules use."""
     known = {name: row[name] for name in Rollout.__dataclass_fields__ if name in row}
-    steps = [_step_of(step) for step in row["steps"]]
+    steps = [_step_of(step) for step in whole_steps(row["steps"])]
     rollout = Rollout.of_record({"artifact": None, **known, "steps": steps})
     children = [result_of(child, rollout.id) for child in row["children"]]
     return GenerateResult(

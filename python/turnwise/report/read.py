@@ -7,7 +7,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +15,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+from turnwise.arena.recording.short_prompts import FOLLOWS
 from turnwise.report.cluster import lanes
 from turnwise.train.log.metrics import TIME
 from turnwise.train.log.run_log import read_metrics
@@ -44,8 +45,8 @@ class ReportLimits:
 
 def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]:
     """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``contributions``, ``warnings``,
-    ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all
-    recorded episodes. ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`),
+    ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``: each is the first ``kept``
+    messages of the prompt ``after``, and its ``messages``. ``recorded`` counts all recorded episodes. ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`),
     ``None`` for others.
 
     Raises ``ValueError`` for a folder that no run wrote to.
@@ -64,7 +65,7 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
     config = read_config_text(files[2])
     settings = parse_config(config)
     rows = read_metrics(folder)
-    prompts: dict[str, int] = {}
+    prompts = Prompts()
     recorded, lines = read_episodes(files[1], limits)
     episodes = [episode(line, prompts) for line in lines]
     calls = [step for top in episodes for part in walk(top) for step in part["steps"]]
@@ -81,7 +82,7 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
         "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
         "recorded": recorded,
         "episodes": episodes,
-        "prompts": [json.loads(text) for text in prompts],
+        "prompts": prompts.all,
     }
 
 
@@ -168,11 +169,11 @@ def spread(count: int, wanted: int) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Episodes
 # ---------------------------------------------------------------------------------------------------------------------
-def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, list[dict[str, Any]]]:
+def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, Iterator[dict[str, Any]]]:
     """Return the number of episodes in ``rollouts.jsonl``, and the chosen ones. Other lines are never parsed."""
     if not path.is_file():
-        return 0, []
-    # Find each line's offset, length and number, then parse the chosen lines.
+        return 0, iter(())
+    # Find each line's offset, length and number, then parse the chosen lines, one at a time.
     places: list[tuple[int, int, int]] = []
     with open_regular(path) as stream:
         at = 0
@@ -180,12 +181,15 @@ def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, list[dict[str,
             if line.endswith(b"\n"):  # else it is still being written
                 places.append((at, len(line), number))
             at += len(line)
-        lines = []
-        for index in choose([length for _, length, _ in places], limits):
-            at, length, number = places[index]
+    chosen = [places[index] for index in choose([length for _, length, _ in places], limits)]
+    return len(places), _lines_at(path, chosen)
+
+
+def _lines_at(path: Path, places: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+    with open_regular(path) as stream:
+        for at, length, number in places:
             stream.seek(at)
-            lines.append(parse_line(stream.read(length), path, number))
-    return len(places), lines
+            yield parse_line(stream.read(length), path, number)
 
 
 def choose(lengths: Sequence[int], limits: ReportLimits) -> list[int]:
@@ -200,29 +204,67 @@ def choose(lengths: Sequence[int], limits: ReportLimits) -> list[int]:
         wanted //= 2
 
 
-def episode(line: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
+class Prompts:
+    """The prompts of a page. Equal ones are there once, and a longer one has its new messages alone."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+        self._places: dict[str, int] = {}
+
+    def add(self, messages: Sequence[Mapping[str, Any]], after: int | None = None, kept: int = 0) -> int:
+        """Return the place of the prompt of the first ``kept`` messages of prompt ``after``, and ``messages``."""
+        if after is not None and not messages and kept == self.length(after):
+            return after
+        made = {"after": after, "kept": kept, "messages": [message(one) for one in messages]}
+        place = self._places.setdefault(json.dumps(made), len(self.all))
+        if place == len(self.all):
+            self.all.append(made)
+        return place
+
+    def length(self, place: int) -> int:
+        made = self.all[place]
+        return int(made["kept"]) + len(made["messages"])
+
+
+def episode(line: Mapping[str, Any], prompts: Prompts) -> dict[str, Any]:
     """Convert a line of ``rollouts.jsonl`` and its children. Prompts go into ``prompts``, as siblings share theirs."""
     kept = ("step", "id", "episode_type", "rewards", "metrics", "error", "seed", "artifact", "extras", "meta")
+    calls: list[dict[str, Any]] = []
+    asked: list[tuple[int, str]] = []
+    for step in line.get("steps", []):
+        calls.append(call(step, prompts, asked))
+        asked.append((calls[-1]["prompt"], step["completion"]))
     return {
         **{name: plain(line.get(name)) for name in kept},
         "trainable": line.get("is_trainable", True),
-        "steps": [call(step, prompts) for step in line.get("steps", [])],
+        "steps": calls,
         "children": [episode(child, prompts) for child in line.get("children", [])],
     }
 
 
-def call(step: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
-    """Convert one model call. If token texts were not recorded, the page shows the ids."""
-    prompt = json.dumps([message(one) for one in step["prompt"]])
+def call(step: Mapping[str, Any], prompts: Prompts, earlier: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """Convert one model call. If token texts were not recorded, the page shows the ids.
+
+    ``earlier`` has the prompts and completions of the calls before it.
+    """
     ids = step["completion_token_ids"]
     texts = step.get("completion_tokens")
     kept = ("turn", "branch", "selected", "trainable", "reward", "advantage", "finish_reason", "policy")
+    messages, tokens = step["prompt"], len(step["prompt_token_ids"])
+    if follows := step.get(FOLLOWS):
+        before, answer = earlier[follows["step"]]
+        length = prompts.length(before)
+        answered = [{"role": "assistant", "content": answer}] if follows["messages"] > length else []
+        place = prompts.add([*answered, *messages], before, min(follows["messages"], length))
+        tokens += follows["tokens"]
+    else:
+        place = prompts.add(messages)
     return {
         **{name: plain(step.get(name)) for name in kept},
         "actor": step["actor_id"],
         "node": None if step.get("tree_node") is None else str(step["tree_node"]),
-        "prompt": prompts.setdefault(prompt, len(prompts)),
-        "prompt_tokens": len(step["prompt_token_ids"]),
+        "prompt": place,
+        "prompt_tokens": tokens,
         "text": "\n\n".join(text for text in (step.get("thought", ""), step["completion"]) if text),
         "ids": ids,
         "tokens": texts if texts is not None and len(texts) == len(ids) else [f"⟨{token}⟩" for token in ids],
