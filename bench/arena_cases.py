@@ -7,9 +7,10 @@ plays four chats. Both libraries record token ids and log-probabilities, and rew
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwise.arena import Arena, Episode, MultiTurnEpisode, Rubric
 from turnwise.credit import GRPOCredit
@@ -18,8 +19,20 @@ from turnwise.types import Actor, EpisodeRequest, GenerateResult, ModelRequest, 
 
 TURNS, CHILDREN, GROUP = 4, 4, 8
 REPLY, ANSWER = "the answer is 4", "No. Once more."
-IDS, LOGPROBS = [*REPLY.encode(), 256], [-0.5] * (len(REPLY) + 1)
 Asked = Counter[tuple[tuple[str, str], ...]]
+
+
+class Talk(NamedTuple):
+    """A chat: in each of ``turns`` the model says ``reply``, of up to ``tokens``, and the environment ``answer``."""
+
+    turns: int = TURNS
+    reply: str = REPLY
+    answer: str = ANSWER
+    tokens: int = 16
+
+    @property
+    def reply_ids(self) -> list[int]:
+        return [*self.reply.encode(), 256]
 
 
 def question(number: Any) -> str:
@@ -31,17 +44,23 @@ def topic(number: Any) -> str:
 
 
 class Instant:
-    """An inference client that answers at once; while ``asked`` is a counter, it counts chats."""
+    """An inference client that gives ``replies``, texts with their token ids, in turns and at once.
 
-    def __init__(self) -> None:
+    While ``asked`` is a counter, it counts chats."""
+
+    def __init__(self, *replies: tuple[str, list[int]]) -> None:
         self.calls = 0
         self.asked: Asked | None = None
+        self._replies = itertools.cycle([(text, ids, [-0.5] * len(ids)) for text, ids in replies])
 
     async def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         self.calls += len(requests)
         if self.asked is not None:
             self.asked.update(tuple((m["role"], m["content"]) for m in r.messages or ()) for r in requests)
-        return [ModelResponse(REPLY, list(IDS), list(LOGPROBS), "stop", [(len(IDS), 0)]) for _ in requests]
+        return [self._response(*next(self._replies)) for _ in requests]
+
+    def _response(self, text: str, ids: list[int], logprobs: list[float]) -> ModelResponse:
+        return ModelResponse(text, list(ids), list(logprobs), "stop", [(len(ids), 0)])
 
     def version(self, policy: str) -> int:
         return 0
@@ -50,14 +69,17 @@ class Instant:
 class Chat(MultiTurnEpisode):
     episode_type = "chat"
     actors = ("player",)
-    max_turns = TURNS
     rubric = Rubric([lambda completion: float(len(completion))])
+
+    def __init__(self, talk: Talk) -> None:
+        super().__init__(max_turns=talk.turns)
+        self.answer = talk.answer
 
     def get_prompt(self, artifact: Any) -> str:
         return question(artifact)
 
     def env_response(self, state: Any, arena: Any, artifact: Any) -> str:
-        return ANSWER
+        return self.answer
 
 
 class Lead(Episode):
@@ -77,17 +99,17 @@ class Lead(Episode):
 class Ours:
     """turnwise's arena, with chats and with leads that have nested chats."""
 
-    def __init__(self, concurrency: int, tokenizer: Any = None) -> None:
-        self.client = Instant()
+    def __init__(self, concurrency: int, tokenizer: Any = None, talk: Talk = Talk()) -> None:  # noqa: B008
+        self.client = Instant((talk.reply, talk.reply_ids))
         self.arena = Arena(
             self.client,
             ByteTokenizer() if tokenizer is None else tokenizer,
             credit=GRPOCredit(),
-            sampling=Sampling(max_tokens=16),
+            sampling=Sampling(max_tokens=talk.tokens),
             max_concurrency=concurrency,
         )
         self.arena.add_actor(Actor("player"))
-        self.arena.add_episode(Chat())
+        self.arena.add_episode(Chat(talk))
         self.arena.add_episode(Lead())
 
     def play(self, workload: str, episodes: int) -> list[GenerateResult]:
@@ -98,37 +120,42 @@ class Ours:
         return sorted(node.rollout.rewards["player"] for top in results for node in top.walk())
 
 
-COMPLETION = {
-    "id": "1",
-    "created": 0,
-    "model": "m",
-    "object": "chat.completion",
-    "prompt_token_ids": list(question(0).encode()),
-    "choices": [
-        {
-            "index": 0,
-            "finish_reason": "stop",
-            "token_ids": IDS,
-            "message": {"role": "assistant", "content": REPLY},
-            "logprobs": {"content": [{"token": "t", "logprob": p, "top_logprobs": []} for p in LOGPROBS]},
-        }
-    ],
-}
-"""A response as vLLM sends it for training, with token ids and log-probabilities."""
+def completion(talk: Talk) -> dict[str, Any]:
+    """Return a response as vLLM sends it for training, with token ids and log-probabilities."""
+    logprobs = [{"token": "t", "logprob": -0.5, "top_logprobs": []} for _ in talk.reply_ids]
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "token_ids": talk.reply_ids,
+        "message": {"role": "assistant", "content": talk.reply},
+        "logprobs": {"content": logprobs},
+    }
+    return {
+        "id": "1",
+        "created": 0,
+        "model": "m",
+        "object": "chat.completion",
+        "prompt_token_ids": [],
+        "choices": [choice],
+    }
 
 
 class Verifiers:
     """The same episodes with ``MultiTurnEnv`` of ``verifiers`` 0.3; later versions don't have this class.
 
     ``run_rollout`` plays them, as in prime-rl; ``generate`` would do additional work. Its OpenAI client returns a
-    parsed response: reading JSON is left out, as our client reads none. A lead is an environment that plays chats
-    before it ends, because the package can't nest environments.
+    parsed response with the prompt's token ids, which it copies: reading JSON is left out, as our client reads none. A
+    lead is an environment that plays chats before it ends, because the package can't nest environments.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, talk: Talk = Talk()) -> None:  # noqa: B008
         from openai.types.chat import ChatCompletion
 
-        completion = ChatCompletion.model_validate(COMPLETION)
+        self.talk = talk
+        made = ChatCompletion.model_validate(completion(talk))
+        turn = ByteTokenizer().encode(f"assistant: {talk.reply}\nuser: {talk.answer}\n")
+        first = ByteTokenizer().encode(f"user: {question(0)}\nassistant: ")
+        answers = [made.model_copy(update={"prompt_token_ids": first + turn * number}) for number in range(talk.turns)]
         peer = self
 
         class Client(module.clients.OpenAIChatCompletionsClient):  # type: ignore[misc, name-defined]
@@ -136,7 +163,7 @@ class Verifiers:
                 peer.calls += 1
                 if peer.asked is not None:
                     peer.asked[tuple((m["role"], m["content"]) for m in prompt)] += 1
-                return completion
+                return answers[len(prompt) // 2]
 
         self.calls = 0
         self.asked: Asked | None = None
@@ -148,7 +175,9 @@ class Verifiers:
         row = {"prompt": [{"role": "user", "content": prompt}], "example_id": 0, "info": {"number": number}}
         environment = self.environments[workload]
         kept = ["trajectory", "children"] if workload == "lead" else ["trajectory"]
-        return await environment.run_rollout(row, self.client, "m", {"max_tokens": 16}, state_columns=kept)
+        return await environment.run_rollout(
+            row, self.client, "m", {"max_tokens": self.talk.tokens}, state_columns=kept
+        )
 
     def play(self, workload: str, episodes: int) -> list[Any]:
         async def every() -> list[Any]:
@@ -163,11 +192,13 @@ class Verifiers:
 
 def environments(module: Any, peer: Verifiers) -> dict[str, Any]:
     """Build the two environments of ``peer``. The class requires a dataset."""
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
 
     class ChatEnv(module.MultiTurnEnv):  # type: ignore[misc, name-defined]
         async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
-            return [module.UserMessage(content=ANSWER)]
+            return [module.UserMessage(content=peer.talk.answer)]
 
     class LeadEnv(ChatEnv):
         async def render_completion(self, state: Any) -> None:
@@ -184,6 +215,6 @@ def environments(module: Any, peer: Verifiers) -> dict[str, Any]:
         return sum(child["reward"] for child in state["children"]) / CHILDREN
 
     rows = Dataset.from_list([{"question": "?", "answer": ""}])
-    chat = ChatEnv(dataset=rows, rubric=module.Rubric(funcs=[said]), max_turns=TURNS)
+    chat = ChatEnv(dataset=rows, rubric=module.Rubric(funcs=[said]), max_turns=peer.talk.turns)
     lead = LeadEnv(dataset=rows, rubric=module.Rubric(funcs=[mean]), max_turns=1)
     return {"chat": chat, "lead": lead}

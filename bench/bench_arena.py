@@ -18,7 +18,7 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from arena_cases import ANSWER, CHILDREN, REPLY, TURNS, Ours, Verifiers, question
@@ -51,16 +51,16 @@ def cpu_seconds(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     return time.process_time() - start, value
 
 
-def verify(methods: dict[str, Any]) -> None:
+def verify(methods: dict[str, Any], turns: int = TURNS, workloads: Sequence[str] = ("chat", "lead")) -> None:
     """Stop the bench unless all methods send the same number of the same chats and give equal rewards."""
-    for workload in ("chat", "lead"):
+    for workload in workloads:
         told = []
         for name, method in methods.items():
-            counter = getattr(method, "client", None) if isinstance(method, Ours) else method
-            assert counter is not None
+            counter = method.client if isinstance(method, Ours) else method
             counter.asked = Counter()
             rewards = method.rewards(method.play(workload, 6))
-            assert counter.asked.total() == calls_of(workload, 6), f"{name}: {counter.asked.total()} calls"
+            calls = 6 * turns if workload == "chat" else calls_of(workload, 6)
+            assert counter.asked.total() == calls, f"{name}: {counter.asked.total()} calls"
             told.append((counter.asked, rewards))
             counter.asked = None
         assert all(one == told[0] for one in told), f"{workload}: the methods did not play the same"

@@ -12,42 +12,24 @@ trainers do: the groups that it never trains are the long ones. turnwise doesn't
 The case "queue" limits the calls at the same time to what the engine has room for (96 slots for 128 episodes of four
 turns; 192 and 1024 are no limit), so that calls wait in the arena, older episodes first, and not in the engine's queue.
 
-The case "vllm" is real: runs of a tiny model that was never trained, whose lengths are geometric. A step has 8 groups
-of 2 answers; trainer and engine share the machine.
-
-    python bench/bench_long_tail.py --case clock queue
-    python bench/bench_long_tail.py --case vllm      # where vLLM is installed
+    python bench/bench_long_tail.py
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import closing
-from itertools import pairwise
-from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import arguments, finish, finishing
-from long_tail_task import MEDIAN, LongTail
+from common import arguments, finish
 from simulate import LatencyModel, simulate
 
-from turnwise.run.build import build_run
-from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.callbacks import Callback
 from turnwise.train.config.sampling import LoopConfig
-from turnwise.train.log.run_log import read_metrics
-from turnwise.train.validate import config_from_dict
-from turnwise.types import GenerateResult
 
 CASES = [(0, 1.0), (1, 1.0), (1, 1.25), (1, 1.5), (1, 2.0), (2, 1.0), (2, 1.25), (2, 2.0), (2, 3.0)]
-ENGINE_CASES = [(0, 1.0), (1, 1.0), (1, 1.25), (2, 1.25)]
 EDGE = 2
 """Steps at each end that a row leaves out."""
 
@@ -122,82 +104,8 @@ def queue_rows() -> list[dict[str, Any]]:
     return rows
 
 
-# -- with an engine ----------------------------------------------------------------------------------------------------
-class Watch(Callback):
-    """Notes when each step ends, and the lengths that it trained."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.lengths: list[list[int]] = []
-
-    async def on_start(self, trainer: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-    async def after_step(self, trainer: Any, results: Sequence[GenerateResult]) -> dict[str, float]:
-        self.ends.append(time.perf_counter())
-        self.lengths.append([len(step.completion_token_ids) for each in results for step in each.rollout.steps])
-        return {}
-
-
-def played(steps: int, ahead: int, oversample: float, folder: Path) -> dict[str, Any]:
-    """Train ``steps`` steps with an engine."""
-    config = config_from_dict(
-        {
-            "task": "long_tail_task:LongTail",
-            "task_options": {"max_tokens": 1500},
-            "run_dir": str(folder / f"{ahead}-{oversample}"),
-            "steps": steps,
-            "threads": 1,
-            "policies": {"default": {"path": str(folder / "model")}},
-            "rollout": {
-                "client": "vllm",
-                "prompts_per_step": 8,
-                "group_size": 2,
-                "oversample": oversample,
-                "vllm": {"kv_cache_gb": 0.5, "engine_args": {"max_model_len": 2048}},
-            },
-            "loop": {"max_staleness": ahead, "in_flight_updates": ahead > 0},
-            "update": {"lr": 1e-6},  # the model must not learn: its lengths are those that are compared
-            "credit": {"rule": "grpo"},
-            "eval": {"every": 0, "num_prompts": 1},
-            "health": {"start_questions": 0},
-            "checkpoint": {"keep_best": False},
-            "log": {"progress": False, "rollouts_per_step": 0},
-        }
-    )
-    with closing(build_run(config)) as run:
-        watch = run.trainer.callbacks["watch"] = Watch()
-        run.train()
-    lines = [line for line in read_metrics(config.run_dir) if line["step"] > 0]
-    return row(
-        f"turnwise, vLLM, max_staleness {ahead}, oversample {oversample:g}",
-        [end - begin for begin, end in pairwise(watch.ends)],
-        watch.lengths,
-        MEDIAN,
-        staleness=f"{statistics.mean(line['staleness'] for line in lines):.2f}",
-        most=max(line["staleness_max"] for line in lines),
-        **{"stale rows": sum(line.get("dropped/stale", 0) for line in lines)},
-    )
-
-
-def engine_rows(rows: list[dict[str, Any]], options: Namespace) -> None:
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        tokenizer = build_tokenizer(LongTail().questions()[:100])
-        for part in (build_model(tokenizer, max_position_embeddings=2048), tokenizer):
-            part.save_pretrained(folder / "model")
-        for ahead, oversample in ENGINE_CASES:
-            rows.append(played(options.vllm_steps, ahead, oversample, folder))
-
-
 def main() -> None:
-    options = arguments(
-        __doc__,
-        {"steps": 104, "groups": 32, "copies": 8, "vllm-steps": 34},
-        case=("clock", "queue", "vllm"),
-    )
-    if "vllm" in options.case and (options.quick or importlib.util.find_spec("vllm") is None):
-        options.case.remove("vllm")
+    options = arguments(__doc__, {"steps": 104, "groups": 32, "copies": 8}, case=("clock", "queue"))
     if options.quick:
         options.case = ["clock"]
         options.steps, options.groups, options.copies = 8, 4, 2
@@ -205,9 +113,6 @@ def main() -> None:
         finish("long_tail", "The long tail of a step, on a virtual clock", clock_rows(options), options)
     if "queue" in options.case:
         finish("long_tail", "Limits that follow the engine's queue", queue_rows(), options)
-    if "vllm" in options.case:
-        with finishing("long_tail", "The long tail of a step, with vLLM", options) as rows:
-            engine_rows(rows, options)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import Policy
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.forward import Forward, like_lengths
-from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch, micro_batches, pad
 from turnwise.train.model.prefix_tree import PrefixTree
 from turnwise.train.update.sft import constant_credit
@@ -33,6 +32,7 @@ from turnwise.train.update.sft_data import fitting
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
 from turnwise.types import TrainingBatch
+from turnwise.types.passes import Needs, Read
 
 GROUP = 8  # completions of a prompt; also TRL's default rows per forward pass
 SHORTEST, LONGEST = 64, 1024

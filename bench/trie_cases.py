@@ -14,10 +14,10 @@ from train_cases import EagerForward, Trained, updates
 from turnwise.ops import linear_logprob
 from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.model.forward import Forward
-from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.prefix_tree import PrefixTree
 from turnwise.types import TrainingBatch
+from turnwise.types.passes import LOGPROBS, Needs, Read
 
 OBSERVATION = 16  # tokens between a completion and the next turn's
 ROWS = 8  # of the longest of which a forward pass holds the tokens; TRL's default rows per pass

@@ -22,8 +22,8 @@ from turnwise.report.credit import compare_credit
 from turnwise.run import build
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run, task_of, tiny_model
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.eval.evaluate import Evaluation, describe

@@ -19,8 +19,8 @@ from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run
 from turnwise.run.ranks import join_ranks, rank_variables, shard
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import fingerprint
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.model.policy import Policy

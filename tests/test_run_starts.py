@@ -17,7 +17,7 @@ from turnwise.cli.options import EXIT_USAGE
 from turnwise.run import build
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict

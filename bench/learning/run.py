@@ -154,7 +154,7 @@ def execute(cell: Cell, work: Path) -> dict[str, Any]:
     from transformers.utils import logging
 
     from turnwise.run.build import build_run
-    from turnwise.train.log.run_log import read_metrics
+    from turnwise.train.log.lines import read_metrics
     from turnwise.train.validate import config_from_dict
 
     threads = cell.config.get("threads", 1)

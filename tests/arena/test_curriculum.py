@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import Counter
 
 import pytest
 
 from turnwise.arena import Arena, Filters
+from turnwise.arena.stages import curriculum as curriculum_module
 from turnwise.arena.stages.curriculum import Curriculum, CurriculumStage
+from turnwise.arena.stages.question_rates import SOLVED, UNSOLVED
+from turnwise.arena.stores.indexes import IndexedPool
 from turnwise.credit import GRPOCredit
 from turnwise.types import EpisodeRequest, GenerateResult, Rollout, RolloutFacts
 
+from ..operations import count_operations
 from .helpers import Guess
 
 METRIC = "solved/solver"
@@ -211,3 +216,59 @@ def test_the_order_of_the_pool_changes_no_draw():
         for each in (pool, pool[::-1])
     ]
     assert drawn[0] == drawn[1]
+
+
+# -- large pools -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("settings", [{}, {"gate": 0.4}, {"uniform": 0.0, "window": 2}, {"ahead": 2, "uniform": 1.0}])
+def test_the_index_of_a_large_pool_weighs_what_the_rule_does(settings, monkeypatch):
+    """Also where an earlier batch is drawn again, and after a resume with other questions in the pool."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    names = [f"q{number}" for number in range(40)]
+    curriculum = curriculum_of(names, [rng.randrange(4) for _ in names], **settings)
+    for batch in range(40):
+        for again in rng.sample(range(batch + 1), min(2, batch + 1)):
+            rates = curriculum.rates_for(rng.choice([batch, again]))
+            definition = curriculum.weighted(rates)
+            expected = dict(zip((a.id for a in definition.artifacts), definition.weights, strict=True))
+            monkeypatch.setattr(curriculum_module, "SMALL", 0)
+            pool = curriculum.weighted(rates)
+            monkeypatch.undo()
+            assert isinstance(pool, IndexedPool) and len(pool) == len(expected) >= pool.at_least
+            mass = sum(part.mass for part in pool._parts)
+            found = {a.id: sum(part.weight(slot) for part in pool._parts) / mass for slot, a in pool._members}
+            assert {id: weight for id, weight in found.items() if weight > 0} == pytest.approx(expected)
+            drawn = pool.draw(len(pool), False, rng)
+            assert {artifact.id for artifact in drawn} == expected.keys() and len(drawn) == len(expected)
+        successes = {name: [rng.choice([0, 1]) for _ in range(rng.randrange(4))] for name in rng.sample(names, 5)}
+        metrics = record(curriculum, batch, successes)
+        known = [p.success for p in curriculum.rates_for(batch + 9).questions.values()]
+        counts = [len(known), sum(p >= SOLVED for p in known), sum(p <= UNSOLVED for p in known)]
+        assert [metrics[f"curriculum/{name}"] for name in ("seen", "always", "never")] == counts
+        if batch == 20:
+            saved, names = curriculum.state_dict(), [*names[3:], "new", "newer"]
+            curriculum = curriculum_of(names, [rng.randrange(4) for _ in names], **settings)
+            curriculum.load_state_dict(json.loads(json.dumps(saved)))
+            kept = {id: rest for id, *rest in saved["questions"]}
+            assert {id: rest for id, *rest in curriculum.state_dict()["questions"]} == kept, "also of what is gone"
+            curriculum.load_state_dict({**saved, "questions": [], "recent": []})
+
+
+@pytest.mark.parametrize("levels", [1, 4])
+def test_a_step_costs_no_look_at_the_whole_pool(levels):
+    counts = []
+    for size in (1200, 6000):
+        names = [f"q{number}" for number in range(size)]
+        curriculum = curriculum_of(names, [number % levels for number in range(size)], ahead=1)
+        for batch, successes in enumerate([{name: [1, 0] for name in names[::10]}, {"q1": [1]}, {"q2": [0]}]):
+            record(curriculum, batch, successes)
+        curriculum.draw(4, 0, 4, 2)
+        results = played(curriculum, 3, {"q3": [1, 0], "q20": [0], "q21": [1]})
+
+        def step(curriculum=curriculum, results=results):
+            curriculum.record(results, judge)
+            curriculum.draw(5, 1, 4, 2)
+
+        counts.append(count_operations(step))
+    assert counts[1] < 1.6 * counts[0], f"{counts} operations"

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copyreg
-import hashlib
-import io
-import json
 import os
 import pickle
 import random
@@ -15,11 +11,11 @@ from typing import NoReturn
 
 import pytest
 
-from turnwise.arena import EpisodeCheckpoints, Filters, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
+from turnwise.arena import Arena, EpisodeCheckpoints, Filters, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.credit import GRPOCredit
+from turnwise.inference.scripted import ByteTokenizer, ScriptedClient
 from turnwise.state import ForkableMixin, to_python
-from turnwise.types import EpisodeRequest
-from turnwise.types.facts import WithFacts
+from turnwise.types import Actor, EpisodeRequest
 
 
 def kill() -> NoReturn:
@@ -150,31 +146,63 @@ def test_a_finished_batch_is_not_played_again_and_an_earlier_one_is_forgotten(ma
     assert {path.name[:3] for path in tmp_path.glob("*.episode")} == {"e2-"}
 
 
-class Before(pickle.Pickler):
-    """Writes steps, rollouts and requests as they were before facts had fields."""
+class Talk(MultiTurnEpisode):
+    """Each answer pays the one before it, so earlier steps change; odd turns tell the actor a secret."""
 
-    def reducer_override(self, thing):
-        if not isinstance(thing, WithFacts):
-            return NotImplemented
-        return copyreg.__newobj__, (type(thing),), (None, thing.recorded())
+    episode_type = "talk"
+    actors = ("a", "b")
+    rubric = Rubric([lambda completion: 1.0])
+    on_action = staticmethod(lambda turn: None)
+
+    def get_prompt(self, artifact):
+        return "Talk."
+
+    def get_observation(self, state, arena, artifact):
+        return f"the secret number {len(state.trajectory)} of this turn" if len(state.trajectory) % 2 else None
+
+    def env_response(self, state, arena, artifact):
+        self.on_action(len(state.trajectory))
+        if len(state.trajectory) > 40:
+            early = state.trajectory[3]  # long out of sight
+            early.reward = (early.reward or 0.0) + 1.0
+        state.trajectory[-1].info["hint"] = {"seen": []}
+        state.trajectory[-2 if len(state.trajectory) > 1 else -1].info["hint"]["seen"].append(1)
+        return f"turn {len(state.trajectory)}"
 
 
-def test_a_file_from_before_facts_had_fields_is_read(make_arena, tmp_path):
-    arena = game(make_arena, sampler=TreeSampler(3, select="none"))
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 45, 90])
+def test_a_long_chat_goes_on_where_it_was_killed(make_arena, tmp_path, kill_at):
+    def talk(on_action=lambda turn: None):
+        episode = Talk(max_turns=48)
+        episode.on_action = on_action
+        arena = make_arena(actors=("a", "b"), episodes=[episode], check_private=True)
+        arena.source = lambda: [EpisodeRequest("talk", 0, group_id=0)]
+        return arena
+
+    [expected] = asyncio.run(talk().sample())
+    arena = talk(lambda turn: kill() if turn == kill_at else None)
     arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
-    expected = [result.rollout for result in play(arena)]
-    with (tmp_path / "manifest.jsonl").open("a") as manifest:
-        for path in tmp_path.glob("*.episode"):
-            version, saved = pickle.loads(path.read_bytes())
-            saved["meta"] |= saved.pop("facts").known()
-            Before(stream := io.BytesIO(), 5).dump((version, saved))
-            path.write_bytes(stream.getvalue())
-            said = {"file": path.name, "sha256": hashlib.sha256(stream.getvalue()).hexdigest()}
-            manifest.write(json.dumps(said) + "\n")
-    again = game(make_arena, sampler=TreeSampler(3, select="none"))
-    again.episode_checkpoints = EpisodeCheckpoints(tmp_path)
-    assert [result.rollout for result in play(again)] == expected and len(again.client.requests) == 0
-    assert expected[0].facts.policy_versions == {"default": 7} and expected[0].steps[0].facts.seed is not None
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(arena.sample())
+    resumed = talk()
+    resumed.episode_checkpoints = EpisodeCheckpoints(tmp_path)
+    [result] = asyncio.run(resumed.sample())
+    assert result.rollout == expected.rollout and len(resumed.client.requests) == 96 - kill_at + 1
+
+
+def test_an_action_adds_what_is_new_to_the_file(tmp_path):
+    """Not the episode again: with twice the turns, twice the bytes."""
+    sizes = []
+    for turns in (24, 48, 96):
+        arena = Arena(ScriptedClient(lambda request: "x" * 40), ByteTokenizer(), credit=GRPOCredit())
+        for name in ("a", "b"):
+            arena.add_actor(Actor(name))
+        arena.add_episode(Talk(max_turns=turns))
+        arena.episode_checkpoints = EpisodeCheckpoints(tmp_path / str(turns))
+        asyncio.run(arena.generate_rollouts([EpisodeRequest("talk", 0, group_id=0)]))
+        [path] = (tmp_path / str(turns)).glob("*.episode")
+        sizes.append(path.stat().st_size)
+    assert sizes[2] / sizes[1] < 2.3 and sizes[1] / sizes[0] < 2.3, sizes
 
 
 def test_a_batch_killed_in_its_second_draw_keeps_the_first(make_arena, tmp_path):
@@ -252,7 +280,11 @@ def test_a_kill_between_manifest_and_file_loses_one_turn_alone(make_arena, tmp_p
     arena.episode_checkpoints = EpisodeCheckpoints(tmp_path)
     expected = [result.rollout for result in play(arena)]
     with (tmp_path / "manifest.jsonl").open("a") as file:
-        file.write('{"file": "' + next(tmp_path.glob("e0-*")).name + '", "sha256": "new"}\n{"file": "e0')
+        file.write(
+            '{"file": "'
+            + next(tmp_path.glob("e0-*")).name
+            + '", "size": 1, "sha256": "new", "begins": true}\n{"file": "e0'
+        )
     again = game(make_arena)
     again.episode_checkpoints = EpisodeCheckpoints(tmp_path)
     assert [result.rollout for result in play(again)] == expected and len(again.client.requests) == 0

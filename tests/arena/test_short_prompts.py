@@ -11,11 +11,11 @@ import pytest
 
 from turnwise.arena import Arena, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.recording.rollouts_jsonl import EpisodeRecord, plain_result
-from turnwise.arena.recording.short_prompts import FOLLOWS, ShortPrompts, WholePrompts, whole_episode, whole_steps
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Step
 from turnwise.types.prompts import Prefix
+from turnwise.types.short_prompts import FOLLOWS, ShortPrompts, WholePrompts, whole_episode, whole_steps
 
 from ..chat.families import chat_tokenizer
 from .replaying import play, row_of
@@ -125,7 +125,7 @@ def test_a_line_grows_as_its_turns(kind: str) -> None:
 
 
 def test_calls_of_failed_attempts_are_short_in_the_recording() -> None:
-    arena, result = talk(1, 12, "plain")
+    _, result = talk(1, 12, "plain")
     steps, result.rollout.steps = result.rollout.steps, []
     row = row_of(result)
     calls = [event[2]["call"] for event in row["replay"]["events"] if event[0] == "ask"]

@@ -54,7 +54,8 @@ def test_a_file_does_what_memory_does(tmp_path, sampling):
     again = reopened(file, **options)
     assert contents(again) == contents(memory)
     assert (again._contents.added, again._contents.plays) == (memory._contents.added, memory._contents.plays)
-    assert again._contents._id_of == memory._contents._id_of
+    ids = [[each.id_of(each.key(item)) for item in each] for each in (again._contents, memory._contents)]
+    assert ids[0] == ids[1]
     assert again.add("new").id == memory.add("new").id
 
 

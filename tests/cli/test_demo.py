@@ -20,7 +20,7 @@ from turnwise.tasks import build_task
 from turnwise.tasks.base import split_of
 from turnwise.tasks.sudoku.grid import BLANK, DIGITS, ROWS, sudoku_puzzles
 from turnwise.tasks.sudoku.prompts import HABIT
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.lines import read_metrics
 from turnwise.train.validate import config_from_dict
 
 pytestmark = pytest.mark.usefixtures("narrow_model")

@@ -12,7 +12,7 @@ from turnwise.cli import main as cli
 from turnwise.cli.run.eval import evaluate_from_config, measure, render
 from turnwise.run import load
 from turnwise.train.checkpoint.files import CheckpointError
-from turnwise.train.run_folder import RunLock
+from turnwise.train.run_lock import RunLock
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 

@@ -142,7 +142,7 @@ def test_an_error_of_the_program_shows_no_control_characters_either(capsys: Any,
     def fail(options: Any) -> int:
         raise KeyError(f"{ESCAPES}\n") if options.json else LookupError(ESCAPES)
 
-    monkeypatch.setattr("turnwise.cli.look.recorded.status", fail)
+    monkeypatch.setattr("turnwise.cli.look.status.run", fail)
     for words in (["status", "run"], ["status", "run", "--traceback"], ["status", "run", "--json"]):
         assert cli.main(words) == EXIT_FAILED
         text = capsys.readouterr().err
@@ -260,7 +260,7 @@ def test_an_export_tells_the_code_that_it_may_import(sent: Path, capsys: Any) ->
 def test_a_run_is_its_owners(tmp_path: Path, monkeypatch: Any) -> None:
     """Others of the machine could read prompts and answers."""
     from turnwise.train.log.run_log import RunLog
-    from turnwise.train.run_folder import RunLock
+    from turnwise.train.run_lock import RunLock
 
     before = os.umask(0)
     try:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from turnwise.inference import TransformersClient, VLLMServerClient
+from turnwise.inference.common.experts import experts_to_text
 from turnwise.inference.common.http import EndpointError
-from turnwise.inference.common.routed_experts import experts_to_text
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server import settings as server_settings
 from turnwise.inference.server.reader import ServedWeights, VLLMServerReader

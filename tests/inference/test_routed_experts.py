@@ -17,16 +17,8 @@ from turnwise.arena.recording.rollouts_jsonl import jsonable
 from turnwise.arena.runtime.model_call import check_response, to_step
 from turnwise.inference import TransformersClient
 from turnwise.inference.common.base import cut_at_stop
-from turnwise.inference.common.routed_experts import (
-    NO_RECORD,
-    _find_rule,
-    _Hook,
-    experts_from_text,
-    experts_to_text,
-    recording,
-    replaying,
-    watch_routers,
-)
+from turnwise.inference.common.experts import NO_RECORD, experts_from_text, experts_to_text
+from turnwise.inference.common.routed_experts import _find_rule, _Hook, recording, replaying, watch_routers
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.types import ModelError, ModelRequest, RoutedExperts, Sampling
 

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from turnwise.report import ReportLimits, read_run
-from turnwise.report.cluster import lanes, parts_of_step, read_events, read_members
-from turnwise.train.log.metrics import EVENTS, TIME
+from turnwise.report.cluster import StepTimes, lanes, parts_of_step, read_events, read_members
+from turnwise.train.log.lines import TIME
+from turnwise.train.log.metrics import EVENTS
 
 from .hand_made import cluster_run
 
@@ -42,7 +43,7 @@ def test_a_restart_without_a_death_ends_the_span_before(tmp_path):
     events = [(0.0, "started"), (5.0, "restarted"), (9.0, "ended")]
     lines = [json.dumps({"time": START + at, "event": event, "role": "rank-0"}) for at, event in events]
     (tmp_path / EVENTS).write_text("\n".join(lines) + "\n")
-    assert lanes(tmp_path, [], 10)["roles"][0]["spans"] == [[0.0, 5.0, ""], [5.0, 9.0, ""]]
+    assert lanes(tmp_path, StepTimes(10))["roles"][0]["spans"] == [[0.0, 5.0, ""], [5.0, 9.0, ""]]
 
 
 def test_a_run_without_a_cluster_has_no_lanes(made_run):

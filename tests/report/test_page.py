@@ -11,7 +11,7 @@ import pytest
 from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.report import read_run, write_report
-from turnwise.report.read import embed, render
+from turnwise.report.page import embed, render
 
 from .hand_made import HOSTILE
 
@@ -66,13 +66,13 @@ def test_written_whole_beside_the_run_or_where_asked(made_run, tmp_path):
 
 
 @pytest.mark.parametrize("out", ["page.html", "a/b/page.html"])
-@pytest.mark.parametrize("fails", ["os.replace", "turnwise.report.read.render", "turnwise.utils.files.create_beside"])
+@pytest.mark.parametrize("fails", ["os.replace", "turnwise.report.page.render", "turnwise.utils.files.create_beside"])
 def test_a_view_that_fails_leaves_nothing_behind(made_run, tmp_path, monkeypatch, out, fails):
     """It left ``page.html.tmp``, and the folders made for it."""
     folder = tmp_path / "out"
     folder.mkdir()
     expected = read_run(made_run)
-    monkeypatch.setattr("turnwise.report.read.read_run", lambda *_: expected)
+    monkeypatch.setattr("turnwise.report.page.read_run", lambda *_: expected)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")

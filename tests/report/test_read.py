@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import tracemalloc
 
 import pytest
 
 from turnwise.report import ReportLimits, read_rollouts, read_run
-from turnwise.report.read import choose, spread
+from turnwise.report.curves import spread
+from turnwise.report.read import choose
 from turnwise.train.log.run_log import RunLog
 from turnwise.types import GenerateResult, Rollout, Step
 
@@ -158,6 +160,23 @@ def test_long_curves_are_thinned_but_for_rare_metrics(tmp_path):
     assert curves["step"] == curves["series"]["reward"]
     assert sum(value is not None for value in curves["series"]["validation"]) == 11
     assert (curves["step"][0], curves["step"][-1]) == (0, 999)
+
+
+def test_a_page_holds_what_it_shows_of_a_run_of_any_length(tmp_path):
+    def peak(steps):
+        log = RunLog(tmp_path / str(steps), steps)
+        episodes = [GenerateResult(Rollout("r", "x", None))]
+        for step in range(steps):
+            log.step(step, {f"metric_{number}": 0.5 for number in range(40)}, episodes)
+        tracemalloc.start()
+        try:
+            read_run(tmp_path / str(steps), ReportLimits(points=20, episodes=5))
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(100)
+    assert peak(3000) < 1.5 * peak(300)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.report.status import duration, read_status
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.run_folder import LOCK
+from turnwise.train.run_lock import LOCK
 
 from .hand_made import HOSTILE, cluster_run
 
@@ -125,11 +125,10 @@ def test_a_run_that_has_only_begun(tmp_path, capsys):
     assert "no run folder, expected one with config.toml" in capsys.readouterr().err
 
 
-def test_only_the_end_of_a_long_record_is_read(made_run, monkeypatch):
+def test_only_the_end_of_a_long_record_is_read(made_run):
     log = RunLog(made_run, 500)
     for step in range(2, 200):
         log.step(step, {"seconds_rollout": 1.0, "seconds_update": float(step > 150)})
-    monkeypatch.setattr("turnwise.report.status._TAIL", 3000)
     lines = (made_run / "metrics.jsonl").read_bytes()
     (made_run / "metrics.jsonl").write_bytes(b"never read\n" + lines + b'{"step": 200, "sec')
     status = read_status(made_run)

@@ -11,7 +11,7 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.train import ConfigError, EvalSet
 from turnwise.train.eval.ablate import Ablation, Addition, SubTeam, ablate, addition_metrics
 from turnwise.train.eval.evaluate import evaluate
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.lines import read_metrics
 from turnwise.types import Actor, EpisodeRequest
 
 # What the writer writes, and what the editor makes of it; right is "y". Alone, the editor is right in one of five.

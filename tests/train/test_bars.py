@@ -62,7 +62,7 @@ def test_the_latest_validation_stays_in_view(steps, shown):
     out = io.StringIO()
     bars = ProgressBars(80, Console(file=out, force_terminal=True, width=140, color_system=None))
     bars.start()
-    bars.rewind(2, {"step": 2, "validation": 0.125, "success_selected": 0.75})
+    bars.rewind(2, 0.125)
     for step, metrics in enumerate(steps, start=3):
         bars.step(step, metrics)
     bars.stop()

@@ -14,12 +14,12 @@ from turnwise.samples.pack import pack, select
 from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.forward import Forward
-from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.baseline import GroupIndex, OptimalTokenBaseline
 from turnwise.train.validate import load_config
 from turnwise.types import AllowedTokens, CompletionColumn, RowColumn, Sample
+from turnwise.types.passes import Needs
 
 UPDATE = UpdateConfig()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnwise.train.callbacks import Callback
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.loop import Trainer
 
 from ..trained import lines_of

@@ -13,14 +13,9 @@ from safetensors.torch import load_file
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.checkpoint import files as checkpoint_files
 from turnwise.train.checkpoint import progress
-from turnwise.train.checkpoint.checkpoint import (
-    ignored_checkpoints,
-    list_checkpoints,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-)
+from turnwise.train.checkpoint.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from turnwise.train.checkpoint.files import CheckpointError, write_manifest
+from turnwise.train.checkpoint.listing import ignored_checkpoints, list_checkpoints
 from turnwise.train.checkpoint.progress import find_checkpoint
 from turnwise.train.config.optimization import KLConfig, LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from turnwise.arena import Arena
 from turnwise.cli import main as cli
+from turnwise.cli.look.config import list_sections
 from turnwise.run.workers.attach import differences as worker_differences
 from turnwise.run.workers.attach import episode_settings
 from turnwise.tasks.gsm8k.task import GSM8KOptions
@@ -23,7 +24,7 @@ from turnwise.train.config.changes import resumed
 from turnwise.train.config.policies import PhaseConfig, policies_at, steps_in_training
 from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError, section_in, set_value, split_key, to_toml
+from turnwise.train.config.toml import ConfigError, set_value, split_key, to_toml
 from turnwise.train.validate import config_from_dict, load_config, read_config
 from turnwise.types import TaskCapabilities
 from turnwise.utils.files import PathText
@@ -268,18 +269,16 @@ def test_the_steps_of_a_policy_are_counted(steps):
     assert steps_in_training("a", steps, []) == steps
 
 
-def path_keys(section=TrainConfig, above=""):
-    """The keys whose descriptions speak of a file or folder that the user names, by the fields of the config."""
-    for name, field in section.model_fields.items():
-        dotted = f"{above}{name}"
-        if (below := section_in(field.annotation)) is not None:
-            named = str(field.annotation).startswith("dict")
-            yield from path_keys(below, f"{dotted}.{'any.' if named else ''}")
-        elif re.match(r"(Folder|File|JSONL|Reference of)\b", field.description or ""):
-            yield dotted
+PATH_KEYS = [
+    key.name.replace("NAME", "any")
+    for section in list_sections()
+    for key in section.keys
+    if re.match(r"(Folder|File|JSONL|Reference of)\b", key.description)
+]
+"""The keys whose descriptions speak of a file or folder that the user names."""
 
 
-@pytest.mark.parametrize("key", list(path_keys()))
+@pytest.mark.parametrize("key", PATH_KEYS)
 def test_every_path_begins_at_home_with_a_tilde(tmp_path, monkeypatch, key):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert key in (

@@ -11,13 +11,13 @@ import torch
 from turnwise.train.config.optimization import CriticConfig, LossConfig, UpdateConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.local import LocalLearner
-from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.critic import HEAD, Critic, value_head
 from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
 from turnwise.train.update.update import update_policy
 from turnwise.types import CompletionColumn, RowColumn
+from turnwise.types.passes import Needs
 
 ROWS = np.arange(3)
 

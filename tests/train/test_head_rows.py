@@ -16,7 +16,6 @@ from turnwise.inference.vllm.worker import WorkerExtension
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig
-from turnwise.train.model.head import Needs
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy, limit_heads
@@ -24,6 +23,7 @@ from turnwise.train.terms.registry import terms_of
 from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.train.terms.term import Part
 from turnwise.types import ModelRequest, Sampling
+from turnwise.types.passes import Needs
 
 EXTRA = 20
 

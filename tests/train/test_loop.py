@@ -8,8 +8,8 @@ import torch
 from turnwise.arena import Arena, ArtifactStore, Filters, TreeSampler
 from turnwise.inference import RoutingClient, ScriptedClient
 from turnwise.train import ConfigError, Evaluation, Trainer
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.checkpoint.listing import checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.progress import find_checkpoint
 from turnwise.train.config.optimization import CorrectionConfig, LossConfig
 from turnwise.types import Actor, ClientCapabilities

@@ -15,8 +15,8 @@ from turnwise.arena import Arena
 from turnwise.arena.stages.curriculum import Curriculum, CurriculumStage
 from turnwise.inference import TransformersClient
 from turnwise.train import Trainer
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
 from turnwise.train.checkpoint.files import CheckpointError, read_listed, write_manifest
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.resume import rewound_state
 from turnwise.train.resume_queue import QUEUE, sampler_state
 from turnwise.types import EpisodeRequest

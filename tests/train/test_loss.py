@@ -11,13 +11,13 @@ import torch
 from turnwise.ops import GSPO, Clip, Custom, KLCov, policy_loss
 from turnwise.train.config.optimization import CorrectionConfig, KLConfig, LossConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.model.head import Read
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.terms.loss_types import make_variant, registry
 from turnwise.train.terms.policy_loss import with_sample_sizes
 from turnwise.train.terms.registry import Terms, check_loss
 from turnwise.train.terms.term import Part
 from turnwise.train.validate import load_config
+from turnwise.types.passes import Read
 
 OWN = """
 def mean(logprobs, old_logprobs, advantages):

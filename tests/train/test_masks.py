@@ -13,13 +13,13 @@ import torch
 from turnwise.ops import Rejection
 from turnwise.train.config.optimization import LossConfig, MasksConfig, UpdateConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.model.head import Read
 from turnwise.train.model.micro_batch import SINGLE_RANK, micro_batches, pack
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import Terms
 from turnwise.train.terms.term import Part
 from turnwise.train.update.update import old_logprobs, update_policy
 from turnwise.train.validate import load_config
+from turnwise.types.passes import Read
 
 DRIFTS = [[-1.0, -0.2], [-1.0, -0.2], [-0.3, 0.0]]  # current policy over sampler, per row of two tokens
 ENTROPIES = [[0.1, 0.9], [0.2, 0.3], [0.8, 0.4]]

@@ -10,7 +10,8 @@ import torch
 
 from turnwise.inference import PoolClient, Reply, RoutingClient, ScriptedClient
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.log.metrics import EVENTS, TIME, ClientMetrics, ClusterMetrics, rss_peak
+from turnwise.train.log.lines import TIME
+from turnwise.train.log.metrics import EVENTS, ClientMetrics, ClusterMetrics, rss_peak
 
 from ..trained import rows_of
 

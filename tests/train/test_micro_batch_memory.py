@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from turnwise.inference.common.hf_model import recompute_layers
-from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from turnwise.train.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model import policy as policy_module
 from turnwise.train.model.policy import Policy

@@ -15,7 +15,7 @@ import pytest
 from turnwise.arena.runtime.concurrency import BatchFailedError
 from turnwise.train import interrupt
 from turnwise.train.callbacks import Callback
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.interrupt import StopNow, StopRequest
 from turnwise.train.learner import local
 from turnwise.utils import signals

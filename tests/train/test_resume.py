@@ -15,7 +15,7 @@ from turnwise.arena import ArtifactStore
 from turnwise.arena.stages.curriculum import Curriculum, CurriculumStage
 from turnwise.credit import RAECredit
 from turnwise.samples.pack import select
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.resume_queue import QUEUE
 from turnwise.types import EpisodeRequest
 

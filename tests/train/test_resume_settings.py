@@ -12,7 +12,7 @@ import pytest
 import turnwise.train.resume
 from turnwise.run.build import train_from_config
 from turnwise.run.checks import dry_run
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.config.changes import resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml

@@ -25,7 +25,6 @@ from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.forward import Forward
-from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import micro_batches, pack
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.prefix_tree import PrefixTree
@@ -36,6 +35,7 @@ from turnwise.train.terms.term import Part
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor, EpisodeRequest, RoutedExperts, Sample, StepFacts
+from turnwise.types.passes import Needs
 
 from ..inference.mixtures import build
 

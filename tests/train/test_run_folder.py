@@ -19,7 +19,8 @@ from turnwise.run import build as run_module
 from turnwise.run.build import train_from_config
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.run_folder import LOCK, RECORDS, RunLock, check_not_running
+from turnwise.train.run_folder import RECORDS
+from turnwise.train.run_lock import LOCK, RunLock, check_not_running
 
 from ..trained import notes_of
 

@@ -18,7 +18,8 @@ from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.eval.statistics import Estimate
-from turnwise.train.log.run_log import RunLog, read_metrics, token_texts
+from turnwise.train.log.lines import read_metrics
+from turnwise.train.log.run_log import RunLog, token_texts
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Step
 
 

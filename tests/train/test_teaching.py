@@ -11,10 +11,10 @@ import torch
 from turnwise.train.config.optimization import UpdateConfig
 from turnwise.train.learner.sharded import weight_groups
 from turnwise.train.model.forward import Forward
-from turnwise.train.model.head import Needs
 from turnwise.train.model.micro_batch import pack, pad
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.teaching import Teaching, forward_kl, teach
+from turnwise.types.passes import Needs
 
 
 def logits_of(model, micro):

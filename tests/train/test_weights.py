@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from turnwise.inference import TransformersClient
 from turnwise.inference.weights.lora import SharedBase
 from turnwise.tasks.tiny import build_model, build_tokenizer
-from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_checkpoint, load_weights, save_checkpoint
+from turnwise.train.checkpoint.checkpoint import load_checkpoint, load_weights, save_checkpoint
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.config.policies import LoraConfig, PolicyConfig, WarmStartConfig
 from turnwise.train.config.schema import TrainConfig

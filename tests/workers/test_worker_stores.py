@@ -12,7 +12,8 @@ from turnwise.arena.runtime.context import EpisodeContext, use_context
 from turnwise.arena.runtime.hashing import LazyRandom
 from turnwise.types import EpisodeState, Rollout
 from turnwise.workers.messages import JobResult
-from turnwise.workers.stores import BatchStore, PendingId, apply_outcomes, dumps_pending, read_snapshots, snapshots
+from turnwise.workers.snapshots import SnapshotReader, StoreSnapshot
+from turnwise.workers.stores import BatchStore, PendingId, apply_outcomes, dumps_pending
 
 DECLARED = {"ask": True}
 
@@ -25,7 +26,7 @@ def store_of(*texts: str, **options: Any) -> ArtifactStore:
 
 
 def worker_of(store: ArtifactStore) -> BatchStore:
-    [sent] = read_snapshots(snapshots({"s": store}, evaluation=False)).values()
+    [sent] = SnapshotReader().read(StoreSnapshot(0, {"s": store}, evaluation=False).since(None)).values()
     assert isinstance(sent, BatchStore)
     return sent
 
@@ -42,7 +43,8 @@ def outcome_of(worker: BatchStore, root: int, told: Any = None) -> JobResult:
 
 
 def applied(store: ArtifactStore, told: list[JobResult], declared: Any = DECLARED) -> list[list[Any]]:
-    return apply_outcomes({"s": store}, told, declared)
+    ids = apply_outcomes({"s": store}, told, declared)
+    return [ids.results_of(each) for each in told]
 
 
 def contents(store: ArtifactStore) -> list[tuple[str, Any, float, str | None, tuple[str, ...]]]:
@@ -157,12 +159,19 @@ def test_what_depends_on_who_is_first_is_refused(acts: list[Any], declared: Any,
 
 
 def test_an_id_goes_nowhere_before_it_is_given() -> None:
-    store = store_of()
-    worker = worker_of(store)
-    with episode(0):
-        text = f"<{worker.add('new').id}>"
-    with pytest.raises(RuntimeError, match=r"store 's': an episode wrote the id.*id=\.\.\."):
-        applied(store, [outcome_of(worker, 0, text)])
+    for before, after in (("<", ">"), ("s", "7"), ("s-pending-1.1", "1.2")):
+        store = store_of()
+        worker = worker_of(store)
+        with episode(0):
+            text = f"{before}{worker.add('new').id}{after}"
+        with pytest.raises(RuntimeError, match=r"store 's': an episode wrote the id.*id=\.\.\."):
+            applied(store, [outcome_of(worker, 0, text)])
+    for text in ("s-pending-0.2", "-pending-0.1", "t-pending-0.1", "s-pending-00.1", "s-pending-1.1", "s-pending-0."):
+        store = store_of()
+        worker = worker_of(store)
+        with episode(0):
+            worker.add("new")
+        assert applied(store, [outcome_of(worker, 0, text)]) == [[text]], "no id of this batch"
     with pytest.raises(TypeError, match="has not given this artifact an id"):
         pickle.dumps(PendingId("s", 0, 1))
     with pytest.raises(RuntimeError, match="inside episodes only"):

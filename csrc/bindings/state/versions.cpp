@@ -1,5 +1,7 @@
 #include "bindings/state/versions.h"
 
+#include <algorithm>
+
 #include "bindings/state/adopt.h"
 #include "bindings/state/dict.h"
 #include "bindings/state/list.h"
@@ -67,6 +69,71 @@ PyObject* differing(PyObject* object, PyObject* other) {
         if (bytes) std::copy(differs.begin(), differs.end(), PyBytes_AS_STRING(bytes));
         return bytes;
     });
+}
+
+// Whether a value of two versions may differ: the words do, or a container that `differs` marks, or whose marks say
+// nothing: an object, and a tuple, which may hold one.
+bool may_differ(const Heap& heap, Value ours, Value theirs, const char* differs) {
+    if (ours != theirs) return true;
+    if (!ours.is_slot()) return false;
+    const Node* node = heap.at(ours.slot());
+    return differs[ours.slot()] || !node || node->kind == Kind::Opaque || node->kind == Kind::Tuple;
+}
+
+// Appends the indices at which two lists may differ. Returns 1, or -1 with an error set.
+int add_changed(PyObject* found, const Heap& heap, const ListNode* ours, const ListNode* theirs, const char* differs) {
+    const size_t ours_size = ours->items.size(), theirs_size = theirs->items.size();
+    for (size_t i = 0; i < std::max(ours_size, theirs_size); ++i) {
+        if (i < ours_size && i < theirs_size && !may_differ(heap, ours->items[i], theirs->items[i], differs)) continue;
+        PyObject* index = PyLong_FromSize_t(i);
+        const bool added = index && PyList_Append(found, index) == 0;
+        Py_XDECREF(index);
+        if (!added) return -1;
+    }
+    return 1;
+}
+
+// Appends the keys at which two dicts may differ, if one begins with the keys of the other, in order and the same
+// objects; otherwise returns 0. Returns -1 with an error set.
+int add_changed(PyObject* found, const Heap& heap, const DictNode* ours, const DictNode* theirs, const char* differs) {
+    const size_t ours_size = ours->entries.size(), theirs_size = theirs->entries.size();
+    for (size_t i = 0; i < std::max(ours_size, theirs_size); ++i) {
+        const Entry* left = i < ours_size ? &ours->entries[i] : nullptr;
+        const Entry* right = i < theirs_size ? &theirs->entries[i] : nullptr;
+        if (left && right && left->key != right->key) return 0;
+        Leaf* key = (left ? left : right)->key;
+        if (!key || (left && right && !may_differ(heap, left->value, right->value, differs))) continue;
+        if (PyList_Append(found, reinterpret_cast<PyObject*>(key)) < 0) return -1;
+    }
+    return 1;
+}
+
+// _changed_items(other, slot, other_slot, differs): keys or indices at which two dicts or two lists may differ, by the
+// marks of `_differing`; None if their keys must be compared.
+PyObject* changed_items(PyObject* object, PyObject* args) {
+    PyObject *other, *differs;
+    unsigned slot, other_slot;
+    if (!PyArg_ParseTuple(args, "O!IIS", types.state, &other, &slot, &other_slot, &differs)) return nullptr;
+    if (!check_alive(state_of(object)) || !check_alive(state_of(other))) return nullptr;
+    const Heap &heap = state_of(object)->heap, &there = state_of(other)->heap;
+    const Node *ours = heap.at(slot), *theirs = there.at(other_slot);
+    const bool is_list = ours && ours->kind == Kind::List, is_dict = ours && ours->kind == Kind::Dict;
+    const size_t marked = size_t(PyBytes_GET_SIZE(differs));
+    if (!theirs || ours->kind != theirs->kind || !(is_list || is_dict) ||
+        marked < std::max(heap.table().size(), there.table().size())) {
+        Py_RETURN_NONE;
+    }
+    PyObject* found = PyList_New(0);
+    if (!found) return nullptr;
+    const char* marks = PyBytes_AS_STRING(differs);
+    const auto add = [&](auto* node) {
+        return add_changed(found, heap, node, static_cast<decltype(node)>(theirs), marks);
+    };
+    const int result = is_list ? add(static_cast<const ListNode*>(ours)) : add(static_cast<const DictNode*>(ours));
+    if (result == 1) return found;
+    Py_DECREF(found);
+    if (result < 0) return nullptr;
+    Py_RETURN_NONE;
 }
 
 // _put_live(container, key, object, policy): replaces container[key], which must exist, by an object that this State
@@ -155,6 +222,7 @@ PyMethodDef state_methods[] = {{"_facade", facade_here, METH_O, nullptr},
                                {"_take_over", take_over_objects, METH_O, nullptr},
                                {"_rooted_at", rooted_at, METH_O, nullptr},
                                {"_differing", differing, METH_O, nullptr},
+                               {"_changed_items", changed_items, METH_VARARGS, nullptr},
                                {"_put_live", put_live, METH_VARARGS, nullptr},
                                {"_values", state_values, METH_O, nullptr},
                                {nullptr, nullptr, 0, nullptr}};

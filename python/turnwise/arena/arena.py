@@ -25,7 +25,7 @@ from turnwise.arena.runtime.model_call import (
     sampling_for,
 )
 from turnwise.arena.runtime.privacy import check_batch, check_prompt
-from turnwise.arena.runtime.prompts import given_tokens, to_messages
+from turnwise.arena.runtime.prompts import given_chat, given_tokens
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.setup import ArenaSetup, reward_problems
 from turnwise.arena.stages.stage import BatchNotes
@@ -49,7 +49,7 @@ from turnwise.types import (
     TrainingBatch,
     capabilities_of,
 )
-from turnwise.types.prompts import Prefix, kept
+from turnwise.types.prompts import kept
 from turnwise.types.protocols import ResponseCache
 
 
@@ -216,7 +216,7 @@ class Arena(ArenaSetup):
     async def call_model(
         self,
         actor_id: str | None,
-        prompt: str | Messages,
+        prompt: str | Chat,
         *,
         policy: str | None = None,
         record: bool = True,
@@ -282,7 +282,7 @@ class Arena(ArenaSetup):
     def prepare(
         self,
         actor_id: str | None,
-        prompt: str | Messages,
+        prompt: str | Chat,
         *,
         policy: str | None = None,
         prompt_token_ids: Sequence[int] | None = None,
@@ -301,7 +301,7 @@ class Arena(ArenaSetup):
             steps = () if context is None else context.state.trajectory
             messages, prompt_ids = self._prompts.build(format, actor, prompt, steps)
         else:
-            messages, prompt_ids = Prefix.of_messages(to_messages(prompt, None)), given_tokens(prompt_token_ids)
+            messages, prompt_ids = given_chat(prompt), given_tokens(prompt_token_ids)
         stops, ends = sampling.get("stop_token_ids", settings.stop_token_ids), format.stop_token_ids
         sampling["stop_token_ids"] = (*stops, *[end for end in ends if end not in stops]) if stops else ends
         max_tokens = sampling.get("max_tokens", settings.max_tokens)

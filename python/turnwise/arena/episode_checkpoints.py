@@ -6,27 +6,31 @@ import hashlib
 import json
 import os
 import pickle
+import struct
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from turnwise.arena.recording.frames import FrameReader, FrameWriter
 from turnwise.arena.recording.recorder import EpisodeRecorder
 from turnwise.arena.runtime.context import Beam, EpisodeContext
 from turnwise.arena.runtime.watch import warn_once
-from turnwise.types import EpisodeState, RolloutFacts
-from turnwise.types.facts import separate
+from turnwise.types import EpisodeState
 from turnwise.utils.copies import dumps, own_copy
 from turnwise.utils.files import open_to_append, parse_json_line, replacing
 
-FORMAT = 7
+FORMAT = 8
 MANIFEST = "manifest.jsonl"
-"""One line per file, written before the file: its name and SHA-256. No other content is ever unpickled."""
+"""One line per frame, written before the frame: the file's name, its size with the frame, and the SHA-256 of all that.
+No other content is ever unpickled."""
+_LENGTH = struct.Struct("<Q")
+"""The bytes of a frame, before the frame."""
 _KEPT = (
     "calls",
     "spawned",
     "nodes",
-    "steps",
     "children",
     "unselected_children",
     "lazy_rng",
@@ -34,7 +38,16 @@ _KEPT = (
     "sampled_completions",
     "record_count",
 )
-_KEPT_OF_BEAM = (*_KEPT, "state", "scope", "record_key")
+_KEPT_OF_BEAM = (*_KEPT, "steps", "state", "scope", "record_key")
+
+
+@dataclass(slots=True)
+class _File:
+    """The file of an episode that this process writes."""
+
+    frames: FrameWriter = field(default_factory=FrameWriter)
+    size: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
 
 
 class EpisodeCheckpoints:
@@ -42,39 +55,48 @@ class EpisodeCheckpoints:
 
     Example: ``arena.episode_checkpoints = EpisodeCheckpoints(run_folder / "episodes")``
 
-    Files are written after every action, whole or not at all. In the resuming process, load the arena's ``state_dict``
-    and the same weights: episodes with the same id and seed then continue after their last saved action. Files hold
-    pickles; ``load`` refuses one whose SHA-256 is not in ``manifest.jsonl``. A folder from someone else can run code,
-    so use only your own.
+    After every action a file gets a frame with what is new, whole or not at all. In the resuming process, load the
+    arena's ``state_dict`` and the same weights: episodes with the same id and seed then continue after their last saved
+    action. Files hold pickles; ``load`` refuses one whose SHA-256 is not in ``manifest.jsonl``. A folder from someone
+    else can run code, so use only your own.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, _File] = {}
 
     def save(self, context: EpisodeContext, state: EpisodeState) -> None:
         """Save ``state`` and the records of ``context``. Raises ``TypeError`` for data that can't be pickled."""
-        saved = {name: getattr(context, name) for name in _KEPT}
+        parts: dict[str, Any] = {name: getattr(context, name) for name in _KEPT}
+        lists: dict[str, Any] = {"steps": context.steps, "trajectory": state.trajectory}
         rollout = context.rollout
         original = _pickled_artifact(context, context.original)
-        saved["beams"] = [_beam_to_save(beam, context, original) for beam in context.beams]
-        state = _state_to_save(context, state, original)
-        saved |= {"state": state, "metrics": rollout.metrics, "meta": rollout.meta, "facts": rollout.facts}
-        saved["key"] = _key_of(context)
+        parts["beams"] = [_beam_to_save(beam, context, original) for beam in context.beams]
+        parts["state"] = replace(_state_to_save(context, state, original), trajectory=[])
+        parts |= {"metrics": rollout.metrics, "meta": rollout.meta, "facts": rollout.facts, "key": _key_of(context)}
         if isinstance(context.recorder, EpisodeRecorder):
-            saved["recording"] = context.recorder.events_below(context.record_key)
+            lists["events"], parts["claimed"] = context.recorder.events_below(context.record_key)
+
+        # The first frame of a process replaces the file, as it doesn't know what an earlier process wrote.
         path = self._path(rollout.id)
+        file = self._files.pop(path.name, None) or _File()
         try:
-            content = dumps((FORMAT, saved))
+            frame = file.frames.frame({"format": FORMAT, **parts}, lists)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise TypeError(f"the data of episode {rollout.id!r} can't be saved on the way: {error}") from error
-        line = json.dumps({"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}) + "\n"
-        with open_to_append(self.folder / MANIFEST) as manifest:
-            manifest.write(line.encode())
-            manifest.flush()
-            os.fsync(manifest.fileno())
-        with replacing(path, sync=True) as stream:
-            stream.write(content)
+        content = _LENGTH.pack(len(frame)) + frame
+        file.digest.update(content)
+        size = file.size + len(content)
+        entry = {"file": path.name, "size": size, "sha256": file.digest.hexdigest(), "begins": not file.size}
+        _append(self.folder / MANIFEST, json.dumps(entry).encode() + b"\n")
+        if file.size:
+            _append(path, content)
+        else:
+            with replacing(path, sync=True) as stream:
+                stream.write(content)
+        file.size = size
+        self._files[path.name] = file
 
     def load(self, context: EpisodeContext) -> EpisodeState | None:
         """Restore ``context`` and return the episode's state.
@@ -86,13 +108,15 @@ class EpisodeCheckpoints:
         if not path.is_file():
             return None
 
-        # Check the file against the manifest before unpickling it, because a pickle can run code.
+        # Check the file against the manifest before unpickling it, because a pickle can run code. A kill may have cut
+        # the last frame.
         try:
             content = path.read_bytes()
-            if hashlib.sha256(content).hexdigest() not in self._listed(path.name):
+            sizes = self._listed(path.name, content)
+            if not sizes:
                 raise ValueError(f"its SHA-256 is not in {MANIFEST}: it is damaged, or of another run")
-            version, saved = pickle.loads(content)
-            key = saved["key"]
+            saved, lists = FrameReader().read(list(_frames(content[: sizes[-1]])))
+            version, key = saved["format"], saved["key"]
         except Exception as error:
             raise ValueError(f"{path}: no progress of an episode can be read from it ({error}); delete it") from error
         if version != FORMAT or key != _key_of(context):
@@ -101,15 +125,13 @@ class EpisodeCheckpoints:
         # Put the saved records back into the context.
         for name in _KEPT:
             setattr(context, name, saved[name])
+        context.steps = lists["steps"]
         context.rollout.metrics, context.rollout.meta = saved["metrics"], saved["meta"]
-        if "facts" in saved:
-            context.rollout.facts = saved["facts"]
-        else:  # a file from before facts had fields
-            context.rollout.facts, context.rollout.meta = separate(RolloutFacts, saved["meta"])
-        context.state = _saved_state(saved["state"], context)
+        context.rollout.facts = saved["facts"]
+        context.state = _saved_state(replace(saved["state"], trajectory=lists["trajectory"]), context)
         context.beams = [_saved_beam(kept, context) for kept in saved["beams"]]
-        if isinstance(context.recorder, EpisodeRecorder) and "recording" in saved:
-            context.recorder.restore(*saved["recording"])
+        if isinstance(context.recorder, EpisodeRecorder) and "claimed" in saved:
+            context.recorder.restore(lists["events"], saved["claimed"])
         return context.state
 
     def drop_before(self, number: int) -> None:
@@ -120,26 +142,49 @@ class EpisodeCheckpoints:
         for path in self.folder.glob("e*.episode"):
             if int(path.name.partition("-")[0].removeprefix("e")) < number:
                 path.unlink(missing_ok=True)
+                self._files.pop(path.name, None)
         if not any(self.folder.glob("e*.episode")):
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
-    def _listed(self, name: str) -> set[str]:
-        """Return the SHA-256 of every version listed under ``name``.
+    def _listed(self, name: str, content: bytes) -> list[int]:
+        """Return the sizes at which ``content`` is what the manifest lists under ``name``; none if it is damaged.
 
-        The file may be an older version, if a kill came between the manifest's line and the file.
+        It may lack the last frame, or a part of it, if a kill came behind the manifest's line.
         """
-        listed = set()
+        entries = []
         with suppress(FileNotFoundError):
             for line in (self.folder / MANIFEST).read_bytes().split(b"\n"):
-                with suppress(ValueError):  # a kill can cut a line short
+                with suppress(ValueError, KeyError):  # a kill can cut a line short
                     entry = parse_json_line(line)
-                    listed |= {entry["sha256"]} if entry["file"] == name else set()
-        return listed
+                    entries += [entry] if entry["file"] == name and entry["size"] <= len(content) else []
+        found, digest, at = set(), hashlib.sha256(), 0
+        listed = {(entry["size"], entry["sha256"]) for entry in entries}
+        for size in sorted(size for size, _ in listed):
+            digest.update(content[at:size])
+            at = size
+            found |= {size} if (size, digest.hexdigest()) in listed else set()
+        is_damaged = entries and not entries[-1]["begins"] and entries[-1]["size"] not in found
+        return [] if is_damaged else sorted(found)
 
     def _path(self, id: str) -> Path:
         name = hashlib.blake2b(id.encode(), digest_size=12).hexdigest()
         top = id.partition(".")[0].partition("/")[0]  # the top episode's id is a prefix of the ids of spawned ones
         return self.folder / f"{top}-{name}.episode"
+
+
+def _append(path: Path, content: bytes) -> None:
+    with open_to_append(path) as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _frames(content: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(content):
+        (length,) = _LENGTH.unpack_from(content, at)
+        at += _LENGTH.size + length
+        yield content[at - length : at]
 
 
 def _pickled_artifact(context: EpisodeContext, artifact: Any) -> bytes | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import Histories, SampledCall
 from turnwise.chat.messages import ChatError, Tool
 from turnwise.types import Message, Messages
+from turnwise.types.prompts import GIVEN, Prefix, as_tokens
 
 REASONS = ("history", "tools", "output", "thinking", "renderer")
 """Reasons why a prompt doesn't continue the sampled tokens although the chat holds an answer of this session.
@@ -25,13 +26,15 @@ class Prompt:
     ``rewritten`` is one of :data:`REASONS`, or ``""``.
     """
 
-    ids: list[int]
+    ids: Prefix[int]
     reused: int = 0
     rewritten: str = ""
     escapes: int = 0
     """Control tokens that the new messages spell, which became text."""
     continues: Any = None
     """The ``mark`` of the call that the chat continues."""
+    chat: Prefix[Message] = field(default_factory=lambda: Prefix.of_messages([]))
+    """The messages; those of an earlier call are shared with it."""
 
 
 class Conversations:
@@ -69,7 +72,9 @@ class Conversations:
         continued in that message.
         """
         if messages[-1]["role"] != "assistant" or not continues_answer:
-            return self._prompt(messages, tools, form, request)
+            length, call, rewritten = self._histories.find(messages, list(tools))
+            prompt = self._prompt(messages, tools, form, request, (length, call, rewritten))
+            return replace(prompt, chat=_shared(messages, length - 1, call))
         if messages[-1].get("tool_calls"):
             raise ChatError("messages", "the last message calls tools: expected their results")
         length, whole, _ = self._histories.find(messages, list(tools))
@@ -77,20 +82,30 @@ class Conversations:
         if whole is not None and length == len(messages) and same and whole.form == form and not request:
             # The agent lets the model go on with its answer.
             ended = whole.completion[-1:] and whole.completion[-1] in self.format.stop_token_ids
-            ids = [*whole.prompt, *(whole.completion[:-1] if ended else whole.completion)]
-            return Prompt(ids, len(ids), continues=whole.mark)
-        prompt = self._prompt(messages[:-1] or [{"role": "user", "content": ""}], tools, form, request)
-        return replace(prompt, ids=[*prompt.ids, *self.format.begun_ids(messages[-1], prompt.ids)])
+            ids = whole.prompt.followed(whole.completion[:-1] if ended else whole.completion, [], GIVEN)
+            return Prompt(ids, len(ids), continues=whole.mark, chat=Prefix.of_messages(messages))
+        before = messages[:-1] or [{"role": "user", "content": ""}]
+        prompt = self._prompt(before, tools, form, request, self._histories.find(before, list(tools)))
+        begun = self.format.begun_ids(messages[-1], prompt.ids)
+        return replace(prompt, ids=prompt.ids.followed([], begun, GIVEN), chat=Prefix.of_messages(messages))
 
-    def _prompt(self, messages: Messages, tools: Sequence[Tool], form: str, request: str) -> Prompt:
+    def _prompt(
+        self,
+        messages: Messages,
+        tools: Sequence[Tool],
+        form: str,
+        request: str,
+        found: tuple[int, SampledCall | None, str],
+    ) -> Prompt:
         asked = [{"role": "system", "content": request}] if request else []
 
-        def whole() -> list[int]:
+        def whole() -> Prefix[int]:
             lead = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
             shown = [{"role": "system", "content": form}] if form else []
-            return self.format.prompt_ids([*messages[:lead], *shown, *messages[lead:], *asked], tools)
+            chat = [*messages[:lead], *shown, *messages[lead:], *asked]
+            return Prefix(None, 0, as_tokens(self.format.prompt_ids(chat, tools)), GIVEN)
 
-        length, call, rewritten = self._histories.find(messages, list(tools))
+        length, call, rewritten = found
         new = messages[length:]
         escapes = self.format.escapes(new)
         if call is None:
@@ -99,13 +114,14 @@ class Conversations:
             rewritten = "output"
         if rewritten:
             return Prompt(whole(), 0, rewritten, escapes, call.mark)
-        seen = [*call.prompt, *call.completion]
         shown = [{"role": "system", "content": form}] if form != call.form else []
         sent = messages[length - 1].get("tool_calls")  # the client's ids of the calls, which the results have
         answer = {**call.answer, "tool_calls": sent} if sent else call.answer
-        ids = self.format.extend(call.prompt, call.completion, [*new, *shown, *asked], tools, answer)
-        if ids is None or ids[: len(seen)] != seen:
-            ids = whole()
+        after = self.format.following(call.prompt, call.completion, [*new, *shown, *asked], tools, answer)
+        if after is not None:
+            ids = call.prompt.followed(call.completion, after, GIVEN)
+            return Prompt(ids, len(call.prompt) + len(call.completion), "", escapes, call.mark)
+        ids, seen = whole(), [*call.prompt, *call.completion]
         if ids[: len(seen)] == seen:
             return Prompt(ids, len(seen), "", escapes, call.mark)
         return Prompt(ids, 0, "renderer", escapes, call.mark)
@@ -121,11 +137,21 @@ class Conversations:
         *,
         form: str = "",
         stop: str | None = None,
+        chat: Prefix[Message] | None = None,
     ) -> None:
         """Keep a finished call, so that later chats may continue it; their prompts have its ``mark``.
 
         ``messages``, ``tools`` and ``form`` are those of :meth:`prompt`. ``stop`` is the stop string that ended the
-        completion, and that ``answer`` lacks.
+        completion, and that ``answer`` lacks. ``chat`` is that of the :class:`Prompt`.
         """
-        call = SampledCall(list(prompt), list(completion), answer, list(tools), form, (stop or "").strip(), mark)
+        kept_prompt = prompt if isinstance(prompt, Prefix) else Prefix(None, 0, as_tokens(prompt), GIVEN)
+        call = SampledCall(kept_prompt, list(completion), answer, list(tools), form, (stop or "").strip(), mark, chat)
         self._histories.add(messages, call)
+
+
+def _shared(messages: Messages, length: int, call: SampledCall | None) -> Prefix[Message]:
+    """Return a chat that goes on behind ``length`` messages of ``call``, which share them if they are equal."""
+    chat = None if call is None else call.chat
+    if chat is None or len(chat) != length or messages[:length] != chat.whole():
+        return Prefix.of_messages(messages)
+    return chat.followed(messages[length : length + 1], messages[length + 1 :])

@@ -9,6 +9,7 @@ from typing import Any
 from turnwise.chat.messages import Tool, message_key
 from turnwise.chat.thoughts import find_thoughts
 from turnwise.types import Message, Messages
+from turnwise.types.prompts import Prefix
 
 DISTINCT = 40
 """Characters of an answer that is recognised wherever it stands. A shorter one may equal an example of the agent's."""
@@ -18,7 +19,7 @@ DISTINCT = 40
 class SampledCall:
     """A finished call: its tokens, and the message that the agent got. ``mark`` is the caller's own."""
 
-    prompt: list[int]
+    prompt: Prefix[int]
     completion: list[int]
     answer: Message
     tools: list[Tool]
@@ -27,6 +28,8 @@ class SampledCall:
     stop: str = ""
     """The stop string that ended the answer, without outer white space; the tokens hold it, ``answer`` doesn't."""
     mark: Any = None
+    chat: Prefix[Message] | None = None
+    """The messages of the prompt, which later chats share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,14 @@ class Histories:
         """The stop strings that ended answers, as a set in order."""
         self._answers: dict[Hashable, list[tuple[int, Hashable]]] = {}
         """By the key of an answer: its index in its chat, and the key of the message before it."""
+        self._latest: tuple[Messages, list[tuple[_Node, _Reading]]] = [], []
+        """The chat that was found last, up to what may be read otherwise next time, and its path."""
+        self._keeping = 0
+        """The first messages of that chat whose answers came back with their reasoning, or without any."""
 
     def add(self, messages: Messages, call: SampledCall) -> None:
         """Keep a finished call of ``messages``."""
-        path = list(self._walk(messages))
+        path = self._path(messages)
         node = path[-1][0] if path else self._root
         key = message_key(call.answer)
         node.asked = True
@@ -90,7 +97,7 @@ class Histories:
         Among equal calls the latest counts. The third value is the reason why the chat is no continuation of the calls
         before it: ``"history"``, ``"tools"``, ``"thinking"``, or ``""`` if it is one, or begins a new chat.
         """
-        path = list(self._walk(messages))
+        path = self._path(messages)
         length, parent = len(path), None
         while length and parent is None:
             node, sent = path[length - 1]
@@ -99,15 +106,26 @@ class Histories:
             length -= parent is None
         reason = self._change(messages, path, length)
         if not reason:
-            if not all(_keeps_reasoning(node, sent) for node, sent in path[:length]):
+            if all(_keeps_reasoning(node, sent) for node, sent in path[self._keeping : length]):
+                self._keeping = min(length, len(self._latest[1]))
+            else:
                 reason = "thinking"
             for node, sent in path[length:-1]:
                 node.agents_own = sent.message["role"] == "assistant"
         return length, parent, reason
 
-    def _walk(self, messages: Messages) -> Iterator[tuple[_Node, _Reading]]:
-        """Yield the node of each message, and the reading by which it was found."""
-        node = self._root
+    def _path(self, messages: Messages) -> list[tuple[_Node, _Reading]]:
+        """Return the node of each message, and the reading by which it was found."""
+        before, known = self._latest
+        if len(messages) < len(before) or messages[: len(before)] != before:
+            known, self._keeping = [], 0
+        path = [*known, *self._walk(messages[len(known) :], known[-1][0] if known else self._root)]
+        # What stands before the last answer that was found stays as it is, whatever is added later.
+        sure = next((n for n in range(len(path), 0, -1) if path[n - 1][0].calls), 0)
+        self._latest = messages[:sure], path[:sure]
+        return path
+
+    def _walk(self, messages: Messages, node: _Node) -> Iterator[tuple[_Node, _Reading]]:
         for message in messages:
             for reading in self._readings(message):
                 known = node.next.get(message_key(reading.message))

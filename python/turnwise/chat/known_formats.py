@@ -23,6 +23,9 @@ NOT_FAMILIES = ("default", "auto", "custom")
 NEEDS_NETWORK = ("gpt-oss",)
 """Families whose renderer downloads a vocabulary when it is made. ``"auto"`` never tries them."""
 
+LAST_TURNS = 4096
+"""Tokens at the end of a prompt that a family's renderer gets. It looks for the begin of a thought there."""
+
 ONE_CALL = ("llama-3",)
 """Families whose templates take one call in each message, though their models write several."""
 
@@ -127,6 +130,7 @@ class KnownFormat(ChatFormat):
         self, prompt: Sequence[int], completion: Sequence[int], new: Messages, tools: Sequence[Tool]
     ) -> list[int] | None:
         """Return what the family's renderer appends to ``prompt + completion``; ``None`` if it changes them."""
+        prompt = prompt[-LAST_TURNS:]
         hostile = self._hostile(new, tools)
         tokenizer, shown, described = self.tokenizer, new, list(tools)
         if hostile:

@@ -291,7 +291,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "status": Command(
-        "look.recorded:status",
+        "look.status:run",
         "Show how a run is doing, from the files in its folder alone.",
         (RUN_DIR, JSON),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from turnwise.cluster.placement import Kind, NoRoom, Role, shortage
 from turnwise.cluster.versions import compare
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.utils.files import make_private
+from turnwise.utils.files import lines_from_end, make_private, open_regular
 from turnwise.utils.output import say, write
 from turnwise.utils.signals import SIGNALS, TOGETHER
 
@@ -314,10 +315,12 @@ class Supervisor:
     def _log_tail(self, process: _Process) -> str:
         path = log_file(self.run_dir, process.role.name)
         try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
-        except OSError as error:
+            with open_regular(path) as stream:
+                newest = [line for _, line in itertools.islice(lines_from_end(stream, path), TAIL)]
+        except (OSError, ValueError) as error:
             return f"; its log can't be read: {error}"
-        return "\n".join([f"; the last lines of {path}:", *lines])
+        lines = b"".join(reversed(newest)).decode(errors="replace").splitlines()
+        return "\n".join([f"; the last lines of {path}:", *lines[-TAIL:]])
 
     def _end(self) -> None:
         """End all processes, the ranks first: they end by themselves after the first one."""

@@ -13,12 +13,12 @@ name is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from turnwise.inference.routing import RoutingClient
 from turnwise.inference.scripted import Reply, ScriptedClient
 from turnwise.types import ContextLengthError, InferenceClient, ModelError, ModelRequest, ModelResponse
+from turnwise.utils.registry import names_on_use
 
 if TYPE_CHECKING:
     from turnwise.inference.common.http import Endpoint
@@ -49,7 +49,7 @@ __all__ = [
     "VLLMServerReader",
 ]
 
-_LAZY = {
+_HOMES = {
     "Endpoint": "turnwise.inference.common.http",
     "OpenAIClient": "turnwise.inference.openai",
     "PoolClient": "turnwise.inference.pool.client",
@@ -60,8 +60,4 @@ _LAZY = {
     "VLLMServerReader": "turnwise.inference.server.reader",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_on_use(__name__, _HOMES)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from turnwise.arena.recording.short_prompts import FOLLOWS, whole_steps
 from turnwise.types import RolloutFacts, StepFacts, Tokenizer
 from turnwise.types.facts import separate
+from turnwise.types.short_prompts import FOLLOWS, whole_steps
 
 AROUND = 8
 """Number of tokens to show on each side of the first token that differs."""

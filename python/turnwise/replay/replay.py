@@ -26,15 +26,16 @@ from turnwise.replay.replayer import Replayer, replay_episode
 from turnwise.run.build import Run, arena_for_client, build_run
 from turnwise.run.checks import resolve_config, task_of, tiny_model
 from turnwise.state import to_python
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints, load_weights
-from turnwise.train.checkpoint.files import LARGEST, read_tensors
+from turnwise.train.checkpoint.checkpoint import load_weights
+from turnwise.train.checkpoint.files import read_tensors
+from turnwise.train.checkpoint.listing import LARGEST, checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import CONFIG_FILE, Problems
 from turnwise.train.league.build import FOLDER
 from turnwise.train.league.pool import Snapshot, members_in
+from turnwise.train.log.lines import newest_lines
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.log.writers import read_lines
 from turnwise.train.model.loading import check_models
 from turnwise.train.model.policy import Policy
 from turnwise.train.run_folder import foreign_episode
@@ -172,19 +173,18 @@ class RecordedClient:
 # ---------------------------------------------------------------------------------------------------------------------
 def find_episode(path: Path, episode: str | None, step: int | None) -> Mapping[str, Any]:
     """Return the newest line of ``rollouts.jsonl`` that is or contains ``episode``, in ``step``; ``None``: any."""
-    newest, names = None, []
-    for _, row in read_lines(path):
+    names: list[str] = []
+    for row in (line.row for line in newest_lines(path)):
         try:
             ids = [node["id"] for node in nodes_of(row)]
         except (LookupError, TypeError) as error:
             raise ValueError(f"{path}: a line of step {row['step']} is no episode ({error!r})") from error
         if (step is None or row["step"] == step) and (episode is None or episode in ids):
-            newest = row
-        names.append(f"{ids[0]} (step {row['step']})")
-    if newest is None:
-        shown = ", ".join(names[-20:]) or "none"
-        raise ValueError(f"episode={episode!r}, step={step!r}: not in {path}, which has {shown}")
-    return newest
+            return row
+        if len(names) < 20:
+            names.append(f"{ids[0]} (step {row['step']})")
+    shown = ", ".join(reversed(names)) or "none"
+    raise ValueError(f"episode={episode!r}, step={step!r}: not in {path}, which has {shown}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

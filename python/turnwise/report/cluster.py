@@ -5,11 +5,13 @@ The supervisor writes ``cluster/events.jsonl`` and ``cluster/members.json``, and
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.train.log.metrics import TIME
+from turnwise.train.log.lines import TIME
 from turnwise.utils.files import EVENTS, MEMBERS, parse_json_line, read_json, read_regular
 
 BEGINS = ("started", "restarted")
@@ -70,25 +72,40 @@ def parts_of_step(row: Mapping[str, float]) -> dict[str, float]:
     return seconds
 
 
-def lanes(folder: Path, rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any] | None:
+class StepTimes:
+    """The times of a run's steps, from its rows of metrics. It keeps those of the newest ``points`` steps."""
+
+    def __init__(self, points: int) -> None:
+        self.newest: deque[tuple[int, float, dict[str, float]]] = deque(maxlen=points)
+        """Of each step its number, begin in Unix seconds, and :func:`parts_of_step`."""
+        self.count = 0
+        self.start, self.end = math.inf, -math.inf
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Add the next row. Rows without a time, as of a run without a cluster, don't count."""
+        if TIME not in row:
+            return
+        parts = parts_of_step(row)
+        self.newest.append((row["step"], row[TIME], parts))
+        self.count += 1
+        self.start, self.end = min(self.start, row[TIME]), max(self.end, row[TIME] + sum(parts.values()))
+
+
+def lanes(folder: Path, times: StepTimes) -> dict[str, Any] | None:
     """Return the data of the swim-lanes; ``None`` for a run without events.
 
     ``start`` and ``end`` are in Unix seconds, all other times in seconds since the start. ``steps`` has the newest
-    ``points`` steps, each as ``[step, begin, rollout, update, sync]``; ``left_out`` counts the others. ``roles`` have
+    steps of ``times``, each as ``[step, begin, rollout, update, sync]``; ``left_out`` counts the others. ``roles`` have
     a ``name``, the ``spans`` in which they ran (``[begin, end, node]``), and ``events`` (``[time, event, detail]``).
     """
     events = read_events(folder)
     if not events:
         return None
-    timed = [row for row in rows if TIME in row]
-    ends = [row[TIME] + sum(parts_of_step(row).values()) for row in timed]
-    start = min([events[0]["time"], *(row[TIME] for row in timed)])
-    end = max([events[-1]["time"], *ends])
+    start, end = min(events[0]["time"], times.start), max(events[-1]["time"], times.end)
     steps = []
-    for row in timed[-points:]:
-        parts = parts_of_step(row)
+    for step, begin, parts in times.newest:
         seconds = [parts.get(name, 0.0) for name in ("rollout", "update", "sync")]
-        steps.append([row["step"], *(round(value, 3) for value in (row[TIME] - start, *seconds))])
+        steps.append([step, *(round(value, 3) for value in (begin - start, *seconds))])
     roles: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         roles.setdefault(event["role"], []).append(event)
@@ -96,7 +113,7 @@ def lanes(folder: Path, rows: Sequence[Mapping[str, Any]], points: int) -> dict[
         "start": start,
         "end": end,
         "steps": steps,
-        "left_out": len(timed) - len(steps),
+        "left_out": times.count - len(steps),
         "roles": [
             {
                 "name": name,

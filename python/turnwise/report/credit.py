@@ -15,15 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.arena.recording.short_prompts import whole_steps
 from turnwise.credit import build_rule, registry
 from turnwise.credit.by_task import CreditByTask
 from turnwise.report.read import parse_config, read_config_text
 from turnwise.samples.collect import collect_samples
 from turnwise.samples.training_samples import advantages_of, penalize
-from turnwise.train.log.run_log import read_metrics
-from turnwise.train.log.writers import read_lines
+from turnwise.train.log.lines import newest_lines, read_rows
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Sample, Step
+from turnwise.types.short_prompts import whole_steps
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.files import damage_named
 from turnwise.utils.literals import literal
@@ -113,7 +112,8 @@ def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], 
     assert name is not None and other is not None
     # Credit every step, because rules may have a state; keep the chosen ones.
     comparison = Comparison(name, own_name, own_exact=None if own is None else 0)
-    episodes = {int(row["step"]): int(row["episodes"]) for row in read_metrics(folder) if "episodes" in row}
+    metrics = read_rows(folder / "metrics.jsonl")
+    episodes = {int(row["step"]): int(row["episodes"]) for row in metrics if "episodes" in row}
     for number, results in recorded_steps(folder / "rollouts.jsonl"):
         calls, exact = _compare_step(number, results, other, own)
         if step is None or step == number:
@@ -147,8 +147,7 @@ def _own_rule(sections: Mapping[str, Mapping[str, Any]], folder: Path) -> tuple[
     }
     if not rules or "" in rules:
         return (sections[""]["rule"], rules[""]) if rules else (None, None)
-    rows = (row for _, row in read_lines(folder / "rollouts.jsonl"))
-    task_of_type = {row["episode_type"]: row["meta"]["task"] for row in rows}
+    task_of_type = {row["episode_type"]: row["meta"]["task"] for row in read_rows(folder / "rollouts.jsonl")}
     return ", ".join(f"{name}: {sections[name]['rule']}" for name in sections), CreditByTask(rules, task_of_type)
 
 
@@ -213,11 +212,21 @@ def render(comparison: Comparison) -> str:
 
 def recorded_steps(path: Path) -> Iterator[tuple[int, list[GenerateResult]]]:
     """Yield ``(step, results)`` of ``rollouts.jsonl``, step by step, without an unfinished last line."""
+    _check_records(path)
+    for step, group in itertools.groupby(read_rows(path), key=lambda row: int(row["step"])):
+        yield step, [result_of(row) for row in group]
+
+
+def newest_results(path: Path) -> Iterator[tuple[int, GenerateResult]]:
+    """Yield ``(step, result)`` of ``rollouts.jsonl`` as :func:`recorded_steps`, but the newest one first."""
+    _check_records(path)
+    for line in newest_lines(path):
+        yield int(line.row["step"]), result_of(line.row)
+
+
+def _check_records(path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"{path.parent}: no run folder with recorded episodes, expected {path.name} in it")
-    rows = (row for _, row in read_lines(path))
-    for step, group in itertools.groupby(rows, key=lambda row: int(row["step"])):
-        yield step, [result_of(row) for row in group]
 
 
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:

@@ -1,27 +1,23 @@
-"""Reads a run and writes its report: one HTML file with its style, scripts and data inside, which needs no network."""
+"""Reads a run for its report."""
 
 from __future__ import annotations
 
-import html
 import json
 import math
-import re
 import tomllib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata, resources
+from operator import sub
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena.recording.short_prompts import FOLLOWS
 from turnwise.report.cluster import lanes
-from turnwise.train.log.metrics import TIME
-from turnwise.train.log.run_log import read_metrics
+from turnwise.report.curves import read_shown_metrics, spread
+from turnwise.train.log.lines import parse_line, read_rows
 from turnwise.train.log.secrets import hide_in, secrets_in
-from turnwise.train.log.writers import parse_line
-from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_regular, replace_text
+from turnwise.types.short_prompts import FOLLOWS
+from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_regular
 
 _EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
 
@@ -45,9 +41,9 @@ class ReportLimits:
 
 def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]:
     """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``contributions``, ``warnings``,
-    ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``: each is the first ``kept``
-    messages of the prompt ``after``, and its ``messages``. ``recorded`` counts all recorded episodes. ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`),
-    ``None`` for others.
+    ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``. Each of these is the first
+    ``kept`` messages of the prompt ``after``, and its own ``messages``. ``recorded`` counts all recorded episodes.
+    ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`), ``None`` for others.
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
@@ -64,7 +60,7 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
     # Read the files; episodes share prompts by their indices in ``prompts``.
     config = read_config_text(files[2])
     settings = parse_config(config)
-    rows = read_metrics(folder)
+    metrics = read_shown_metrics(files[0], limits.points)
     prompts = Prompts()
     recorded, lines = read_episodes(files[1], limits)
     episodes = [episode(line, prompts) for line in lines]
@@ -73,11 +69,11 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
         "name": folder.resolve().name,
         "config": None if config is None else hide_in(config, [*secrets_in(settings), *secrets_in(config)]),
         "planned": settings.get("steps"),
-        "curves": curves(rows, limits.points),
-        "lanes": lanes(folder, rows, limits.points),
-        "contributions": contributions(rows),
-        "warnings": read_metrics(folder, "warnings.jsonl"),
-        "actors": names([actor_of(name) for row in rows for name in row], [step["actor"] for step in calls]),
+        "curves": metrics.curves,
+        "lanes": lanes(folder, metrics.times),
+        "contributions": metrics.contributions,
+        "warnings": list(read_rows(folder / "warnings.jsonl")),
+        "actors": names(metrics.actors, [step["actor"] for step in calls]),
         "tasks": list(settings.get("tasks", {})),
         "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
         "recorded": recorded,
@@ -107,65 +103,6 @@ def names(*sources: Any) -> list[str]:
     return list(dict.fromkeys(name for source in sources for name in source if name))
 
 
-def actor_of(metric: str) -> str:
-    """Return the actor in the metric ``completion_tokens/<actor>``, which every step has; empty for other metrics."""
-    return metric.partition("completion_tokens/")[2]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves
-# ---------------------------------------------------------------------------------------------------------------------
-def curves(rows: Sequence[Mapping[str, Any]], points: int) -> dict[str, Any]:
-    """Return ``{"rows": n, "step": [...], "series": {metric: [value or None]}}``, thinned to about ``points`` rows.
-
-    Rows with a rare metric, such as validation, are always kept.
-    """
-    kept = [rows[index] for index in thin(rows, points)] if len(rows) > points else list(rows)
-    series: dict[str, list[float | None]] = {}
-    for index, row in enumerate(kept):
-        for name, value in row.items():
-            if name not in ("step", TIME) and isinstance(value, (int, float)):
-                series.setdefault(name, [None] * len(kept))[index] = float(value) if math.isfinite(value) else None
-    return {"rows": len(rows), "step": [row["step"] for row in kept], "series": series}
-
-
-def contributions(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what each actor added at the last validation that measured it; ``None`` if none did.
-
-    Example: ``{"step": 20, "actors": {"reviser": {"handed": 40.0, "changed": 0.25, "without": 0.55}}}`` from the
-    metrics ``validation/<actor>/<measure>``.
-    """
-    for row in reversed(rows):
-        actors: dict[str, dict[str, float]] = {}
-        for name, value in row.items():
-            actor, _, measure = name.removeprefix("validation/").rpartition("/")
-            if name.startswith("validation/") and actor and math.isfinite(value):
-                actors.setdefault(actor, {})[measure] = float(value)
-        if actors:
-            return {"step": row["step"], "actors": actors}
-    return None
-
-
-def thin(rows: Sequence[Mapping[str, Any]], points: int) -> list[int]:
-    """Return the indices of ``points`` evenly spread rows, and of all rows with a rare metric."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        for name in row:
-            counts[name] = counts.get(name, 0) + 1
-    rare = {name for name, count in counts.items() if count <= points / 4}
-    chosen = set(spread(len(rows), points))
-    return [index for index, row in enumerate(rows) if index in chosen or not rare.isdisjoint(row)]
-
-
-def spread(count: int, wanted: int) -> list[int]:
-    """Return ``wanted`` evenly spread indices below ``count``, with the first and the last; all if they are few."""
-    if wanted >= count:
-        return list(range(count))
-    if wanted == 1:
-        return [count - 1]
-    return sorted({round(index * (count - 1) / (wanted - 1)) for index in range(wanted)})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Episodes
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,22 +110,22 @@ def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, Iterator[dict[
     """Return the number of episodes in ``rollouts.jsonl``, and the chosen ones. Other lines are never parsed."""
     if not path.is_file():
         return 0, iter(())
-    # Find each line's offset, length and number, then parse the chosen lines, one at a time.
-    places: list[tuple[int, int, int]] = []
+    # Find where each line starts, then parse the chosen lines, one at a time.
+    starts = array("Q", [0])
     with open_regular(path) as stream:
-        at = 0
-        for number, line in enumerate(bounded_lines(stream, path), 1):
+        for line in bounded_lines(stream, path):
             if line.endswith(b"\n"):  # else it is still being written
-                places.append((at, len(line), number))
-            at += len(line)
-    chosen = [places[index] for index in choose([length for _, length, _ in places], limits)]
-    return len(places), _lines_at(path, chosen)
+                starts.append(starts[-1] + len(line))
+    lengths = array("Q", map(sub, starts[1:], starts))
+    chosen = [(index + 1, starts[index], lengths[index]) for index in choose(lengths, limits)]
+    return len(lengths), _lines_at(path, chosen)
 
 
 def _lines_at(path: Path, places: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+    """Yield the lines with these numbers, offsets and lengths."""
     with open_regular(path) as stream:
-        for at, length, number in places:
-            stream.seek(at)
+        for number, start, length in places:
+            stream.seek(start)
             yield parse_line(stream.read(length), path, number)
 
 
@@ -300,54 +237,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, int) and abs(value) > _EXACT:
         return str(value)
     return value
-
-
-SCRIPTS = ("dom.js", "chart.js", "curves.js", "tokens.js", "episodes.js", "lanes.js", "main.js")
-"""Scripts in page order: each uses those before it."""
-
-
-def write_report(run_dir: str | Path, out: str | Path | None = None, limits: ReportLimits | None = None) -> Path:
-    """Write the report of ``run_dir`` to ``out`` (default: ``run_dir/report.html``) and return its path.
-
-    It also works during the run, and shows the steps so far. Raises ``ValueError`` for a folder without a run. Missing
-    parent folders of ``out`` are created; if writing fails, they are removed, and no partial file stays.
-    """
-    folder = Path(run_dir)
-    path = Path(out) if out is not None else folder / "report.html"
-    if path.is_dir():
-        raise ValueError(f"out={str(path)!r}: expected the name of a file to write, got a folder")
-    page = render(read_run(folder, limits))
-    made = [parent for parent in path.parents if not parent.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, page)
-    except BaseException:
-        for parent in made:
-            with suppress(OSError):
-                parent.rmdir()
-        raise
-    return path
-
-
-def render(data: Mapping[str, Any]) -> str:
-    """Build the page for ``data``, a result of :func:`~turnwise.report.read.read_run`."""
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    parts = {
-        "title": html.escape(f"{data['name']} · turnwise"),
-        "style": asset("style.css"),
-        "script": "\n".join(asset(name) for name in SCRIPTS),
-        "data": embed({**data, "written": written, "version": metadata.version("turnwise")}),
-    }
-    # Replace all parts in one pass, because the run's own text may contain the name of a part.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], asset("page.html"))
-
-
-def embed(data: Mapping[str, Any]) -> str:
-    """Return JSON for a ``<script>`` element, without any ``<``, so it can't end the element or open a comment."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Half of a surrogate pair has no UTF-8 encoding; a completion cut in the middle of a character may contain one.
-    return text.replace("<", "\\u003c").encode("utf-8", "replace").decode("utf-8")
-
-
-def asset(name: str) -> str:
-    return (resources.files("turnwise.report") / "assets" / name).read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena.recording.short_prompts import whole_episode
-from turnwise.train.log.writers import read_lines
+from turnwise.train.log.lines import read_rows
+from turnwise.types.short_prompts import whole_episode
 from turnwise.utils.files import damage_named
 
 
@@ -23,7 +23,7 @@ def read_rollouts(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     path = Path(run_dir) / "rollouts.jsonl"
     if not path.is_file():
         raise ValueError(f"run_dir={str(run_dir)!r}: no run folder with recorded episodes, expected {path.name} in it")
-    for number, (_, row) in enumerate(read_lines(path), 1):
+    for number, row in enumerate(read_rows(path), 1):
         with damage_named(f"{path}, line {number}"):
             whole = whole_episode(row)
         yield whole

@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 from turnwise.report.cluster import BEGINS, parts_of_step, read_events, read_members
 from turnwise.report.read import parse_config, read_config_text
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
-from turnwise.train.log.metrics import TIME
-from turnwise.train.log.writers import parse_line
-from turnwise.train.run_folder import lock_holder
-from turnwise.utils.files import damage_named, open_regular
+from turnwise.train.checkpoint.listing import list_checkpoints
+from turnwise.train.log.lines import TIME, count_lines, newest_lines
+from turnwise.train.run_lock import lock_holder
+from turnwise.utils.files import damage_named
 
 State = Literal["not started", "running", "killed", "stopped", "finished"]
 
@@ -31,9 +30,6 @@ LATE = 5.0
 
 SHORTEST = 60.0
 """Seconds below which no step is late."""
-
-_TAIL = 4 << 20
-"""Bytes of ``metrics.jsonl`` that are read, from its end."""
 
 _LONGEST = 200
 """Characters of a line that are shown."""
@@ -106,9 +102,9 @@ def _read_status(folder: Path, now: float) -> Status:
             "cluster/events.jsonl"
         )
     planned = parse_config(config_text).get("steps")
-    rows = _newest(metrics)
+    rows = [line.row for line in itertools.islice(newest_lines(metrics), RECENT)][::-1]
     step = int(rows[-1]["step"]) if rows else 0
-    seconds, parts = _usual(rows[-RECENT:])
+    seconds, parts = _usual(rows)
     checkpoints = list_checkpoints(folder / "checkpoints")
     newest = rows[-1] if rows else {}
     holder = lock_holder(folder)
@@ -143,18 +139,6 @@ def _age(file: Path, now: float) -> float | None:
         return now - file.stat().st_mtime
     except FileNotFoundError:
         return None
-
-
-def _newest(path: Path) -> list[dict[str, Any]]:
-    """Return the rows at the end of a file of metrics, without an unfinished last line."""
-    if not path.is_file():
-        return []
-    with open_regular(path) as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(size - _TAIL, 0))
-        lines = stream.read().split(b"\n")
-    whole = lines[size > _TAIL : -1]
-    return [parse_line(line, path, place - len(whole)) for place, line in enumerate(whole)]
 
 
 def _usual(rows: Sequence[Mapping[str, float]]) -> tuple[float | None, dict[str, float]]:
@@ -237,9 +221,9 @@ def _warnings(status: Status, folder: Path) -> list[str]:
             latest = status.versions.get(policy, (version, version))[1]
             if version < latest - 1:
                 lines.append(f"{role.name} serves version {version} of {policy}, others {latest}")
-    if warnings := _newest(folder / "warnings.jsonl"):
-        text = first_line(str(warnings[-1]["warning"]))
-        lines.append(f"step {warnings[-1]['step']}: {text} (the newest of {len(warnings)} in warnings.jsonl)")
+    if newest := next(newest_lines(warnings := folder / "warnings.jsonl"), None):
+        text = first_line(str(newest.row["warning"]))
+        lines.append(f"step {newest.row['step']}: {text} (the newest of {count_lines(warnings)} in {warnings.name})")
     return lines
 
 

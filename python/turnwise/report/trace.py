@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.arena.stages.registry import STAGES, classes
-from turnwise.report.credit import recorded_steps
+from turnwise.report.credit import newest_results
 from turnwise.report.read import parse_config, read_config_text
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.terms.registry import terms_on
-from turnwise.types import Rollout, RolloutFacts, Step, StepFacts
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Step, StepFacts
 from turnwise.utils.files import damage_named
 
 BEFORE_STAGES = ("threshold", "invalid_cost", "difference", "group", "inherited", "paid_by_others")
@@ -66,17 +66,8 @@ def trace_rewards(folder: Path, episode: str | None = None, *, step: int | None 
     Raises ``ValueError`` for an episode that the run has not recorded.
     """
     with damage_named(folder):
-        newest, names = None, []
-        for number, results in recorded_steps(folder / "rollouts.jsonl"):
-            for node in (node for top in results for node in top.walk()):
-                names.append(f"{node.rollout.id} (step {number})")
-                if step in (None, number) and episode in (None, node.rollout.id):
-                    newest = number, node
-        if newest is None:
-            shown = ", ".join(names[-20:])
-            raise ValueError(f"episode={episode!r}, step={step!r}: not recorded in {folder}, which has {shown}")
+        number, node = _find(folder, episode, step)
         config = parse_config(read_config_text(folder / "config.toml"))
-    number, node = newest
     rollout = node.rollout
     rule = (config.get("credit") or {}).get("rule", "the credit rule")
     return Trace(
@@ -89,6 +80,19 @@ def trace_rewards(folder: Path, episode: str | None = None, *, step: int | None 
         [_call(rollout, index, one) for index, one in enumerate(rollout.steps) if one.actor_id is not None],
         _update(config),
     )
+
+
+def _find(folder: Path, episode: str | None, step: int | None) -> tuple[int, GenerateResult]:
+    """Return the newest episode with this id in this step, and its step. Reads the records from their end."""
+    names: list[str] = []
+    for number, top in newest_results(folder / "rollouts.jsonl"):
+        for node in reversed(list(top.walk())):
+            if step in (None, number) and episode in (None, node.rollout.id):
+                return number, node
+            names.append(f"{node.rollout.id} (step {number})")
+        del names[20:]
+    shown = ", ".join(reversed(names))
+    raise ValueError(f"episode={episode!r}, step={step!r}: not recorded in {folder}, which has {shown}")
 
 
 def _actors(rollout: Rollout) -> Iterator[tuple[str, tuple[float | None, list[Change]]]]:

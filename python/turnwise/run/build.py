@@ -37,7 +37,7 @@ from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.tasks.several import SeveralTasks
-from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume, list_checkpoints
+from turnwise.train.checkpoint.listing import checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.checkpoint.warm_start import FOLDER as WARM_START
@@ -58,7 +58,8 @@ from turnwise.train.model.loading import (
     load_references,
 )
 from turnwise.train.model.policy import limit_heads
-from turnwise.train.run_folder import RunLock, check_records
+from turnwise.train.run_folder import check_records
+from turnwise.train.run_lock import RunLock
 from turnwise.train.terms.teaching import attach_teachers
 from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
 from turnwise.utils.signals import SIGNALS

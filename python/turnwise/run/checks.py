@@ -17,7 +17,7 @@ from turnwise.run.ranks import expected_ranks
 from turnwise.run.start import check_targets, players_of
 from turnwise.tasks import Task, build_task
 from turnwise.tasks.several import Part, SeveralTasks
-from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume
+from turnwise.train.checkpoint.listing import checkpoints_to_resume
 from turnwise.train.checkpoint.vocabulary import check_vocabulary
 from turnwise.train.config.schema import GATEWAY_TASKS, TrainConfig
 from turnwise.train.config.toml import ConfigError, Problems, to_toml
@@ -26,7 +26,6 @@ from turnwise.train.resume import settings_to_resume
 from turnwise.train.update.sft_rows import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
 from turnwise.types import Actor
-from turnwise.utils.registry import code_in
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens. It must hold a verifier's prompt: a question and its whole solution."""
@@ -98,18 +97,13 @@ def go_on(config: TrainConfig, problems: Problems, note: Callable[[str], None]) 
     return going_on.config
 
 
-def dry_run(config: TrainConfig, *, import_code: bool = True) -> str:
+def dry_run(config: TrainConfig) -> str:
     """Describe a run of ``config`` as TOML, with its models and the policy of each actor.
 
     It reads the configs of models on this machine, and tries small ones (:func:`~turnwise.run.models.ask_models`).
 
-    The function imports user code that ``config`` names. Without ``import_code`` it returns such a config with a
-    comment, and checks no more than its keys. Raises :class:`ConfigError` with a line for each problem.
+    The function imports user code that ``config`` names. Raises :class:`ConfigError` with a line for each problem.
     """
-    if not import_code and (named := list(code_in(config.model_dump()))):
-        lines = [f"# {key} = {name!r} names code, which was not imported\n" for key, name in named]
-        lines += ["# so the keys alone were checked; --import-code runs that code and checks all\n"]
-        return "".join(lines) + to_toml(config)
     problems = Problems()
     task = task_of(config)
     resolved, actors = resolve_config(config, task, problems, trains=True)

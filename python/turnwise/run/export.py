@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from turnwise.train.checkpoint.files import CheckpointMismatch, read_manifest
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.checkpoint.weight_sets import base_weight_sets, own_weight_set
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.lines import newest_lines
 from turnwise.train.model.export import export_model
 from turnwise.train.model.loading import TINY, attach_adapters, check_models, load_models
 from turnwise.utils.registry import did_you_mean
@@ -184,9 +185,8 @@ def _validation(run_dir: Path, progress: Mapping[str, Any]) -> dict[str, str]:
     if not evaluations:
         return {}
     last = max(evaluations)
-    logged = read_metrics(run_dir) if (run_dir / "metrics.jsonl").is_file() else []
-    rows = [row for row in logged if row["step"] == last and "validation" in row]
-    metrics = rows[-1] if rows else {}
+    rows = takewhile(lambda row: row["step"] >= last, (line.row for line in newest_lines(run_dir / "metrics.jsonl")))
+    metrics = next((row for row in rows if row["step"] == last and "validation" in row), {})
     return {f"validation at step {last}: success": f"{evaluations[last]:.1%}"} | {
         f"validation at step {last}: {name.partition('/')[2]}": f"{value:.4g}"
         for name, value in metrics.items()

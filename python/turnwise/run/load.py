@@ -6,8 +6,9 @@ from pathlib import Path
 
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of
-from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
+from turnwise.train.checkpoint.checkpoint import load_weights
 from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.schema import TrainConfig

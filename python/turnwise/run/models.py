@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from turnwise.inference.common.experts import find_experts
 from turnwise.inference.common.model_files import read_config
-from turnwise.inference.common.routed_experts import find_experts
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
 from turnwise.train.config.policies import PolicyConfig, sharing

@@ -188,7 +188,7 @@ class Section(BaseModel):
         validate_assignment=True,
         allow_inf_nan=False,  # in typed fields; tables of options may hold inf and nan,
         ser_json_inf_nan="constants",  # which dumps keep: the default would make them None
-        use_attribute_docstrings=True,
+        defer_build=True,  # the first validation builds the classes that it needs; most commands validate nothing
     )
 
     at_resume: ClassVar[Effects] = {}

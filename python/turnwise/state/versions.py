@@ -92,9 +92,22 @@ def diff(self: State, other: State) -> list[Change]:
         alive += (old, new)
         if kind is not tuple and marks is not None and old._slot == new._slot and not marks[old._slot]:
             continue
-        pairs = _pairs_of_dicts(old, new) if kind is StateDict else _pairs_of_lists(old, new)
+        # Without marks, and for tuples and reordered dicts, compare all items; else those that may differ.
+        at = None
+        if marks is not None and kind in (StateDict, StateList):
+            at = self._changed_items(other, old._slot, new._slot, marks)
+        if at is not None:
+            pairs = _pairs_at(at, old, new)
+        else:
+            pairs = _pairs_of_dicts(old, new) if kind is StateDict else _pairs_of_lists(old, new)
         open_.extend(reversed([((*path, key), ours, theirs, nested) for key, ours, theirs in pairs]))
     return changes
+
+
+def _pairs_at(keys: Sequence[Any], old: Any, new: Any) -> Iterator[tuple[Hashable, Any, Any]]:
+    ours, theirs = (value if isinstance(value, StateDict) else range(len(value)) for value in (old, new))
+    for key in keys:
+        yield key, old[key] if key in ours else ABSENT, new[key] if key in theirs else ABSENT
 
 
 def _pairs_of_dicts(old: StateDict, new: StateDict) -> Iterator[tuple[Hashable, Any, Any]]:

@@ -52,7 +52,7 @@ from turnwise.train.loss_terms import keep_their_rows
 from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import resume_run, save_run, save_validation
 from turnwise.train.resume_queue import new_queue
-from turnwise.train.run_folder import RunLock
+from turnwise.train.run_lock import RunLock
 from turnwise.train.terms.registry import stages_of_terms, teachers_replace_rewards
 from turnwise.train.validate import check_contradictions, check_parts
 from turnwise.types import Sampling, TrainingBatch

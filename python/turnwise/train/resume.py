@@ -14,7 +14,6 @@ from typing import Any
 
 from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.callbacks import TrainerView
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.files import (
     CheckpointError,
     CheckpointMismatch,
@@ -22,13 +21,14 @@ from turnwise.train.checkpoint.files import (
     read_listed,
     read_state,
 )
+from turnwise.train.checkpoint.listing import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import set_random_state
 from turnwise.train.checkpoint.vocabulary import VOCABULARY, check_vocabulary, digest_of
 from turnwise.train.config.changes import Resumed, resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.lines import newest_lines
 from turnwise.train.resume_queue import QUEUE, SamplerState, new_queue, pending_files, restore_pending, sampler_state
 from turnwise.train.resume_stores import begin_stores, forget_old_states, name_run
 from turnwise.train.run_folder import check_records
@@ -170,10 +170,13 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
 
     # The first checkpoint of a run is older than its first validation, which will be logged again.
     from_start = trainer.progress.step == 0 and not trainer.progress.evaluations
-    dropped = trainer.log.rewind(-1 if from_start else trainer.progress.step)
+    evaluations = trainer.progress.evaluations
+    validation = evaluations[max(evaluations, key=int)] if evaluations else None
+    dropped = trainer.log.rewind(-1 if from_start else trainer.progress.step, validation)
     if unwritten := state.get("unwritten"):
         row = {key: value for key, value in unwritten.items() if key != "step"}
-        if unwritten["step"] not in {row["step"] for row in read_metrics(trainer.config.run_dir)}:
+        logged = next(newest_lines(trainer.config.run_dir / "metrics.jsonl"), None)
+        if logged is None or logged.row["step"] < unwritten["step"]:
             trainer.log.step(unwritten["step"], row)
     repeated = f"; dropped the records of {dropped} later steps, which run again" if dropped else ""
     trainer.log.note(f"resumed from {newest} (step {trainer.progress.step}){repeated}")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from turnwise.arena import Arena, ArtifactStore
-from turnwise.train.checkpoint.files import LARGEST
+from turnwise.train.checkpoint.listing import LARGEST
 from turnwise.utils.files import read_json, replace_text
 
 STORES_FILE = "stores.json"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from turnwise.arena import Arena
-from turnwise.arena.stages.registry import stage_problems
 from turnwise.credit import registry as credit_rules
 from turnwise.settings.section import RunFacts, TaskFacts, conflicts_of
 from turnwise.train.config.optimization import LossConfig
@@ -25,17 +23,15 @@ from turnwise.train.config.toml import (
     set_value,
     split_key,
 )
-from turnwise.train.eval.ablate import EvalSet
-from turnwise.train.health.guard import signal_problems
-from turnwise.train.league.build import matchmaker_problems
-from turnwise.train.learner.tinker.wire import unserved_loss
-from turnwise.train.terms.loss_types import find_loss
-from turnwise.train.terms.registry import loss_problems, terms_on
 from turnwise.types import ClientCapabilities, TaskCapabilities, capabilities_of
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.literals import literal
 from turnwise.utils.registry import import_by_name, option_types
 from turnwise.utils.values import problem
+
+if TYPE_CHECKING:
+    from turnwise.arena import Arena
+    from turnwise.train.eval.ablate import EvalSet
 
 TaskTypes = Callable[[str], Any]
 """Maps the name of a task to its class, as ``turnwise.tasks.task_type`` does."""
@@ -111,17 +107,6 @@ def read_config(
     return parse_settings(data)
 
 
-ASKED: tuple[Callable[[RunFacts], Iterable[str]], ...] = (
-    conflicts_of,
-    loss_problems,
-    stage_problems,
-    unserved_loss,
-    matchmaker_problems,
-    signal_problems,
-)
-"""The one list of what is asked about a run's settings: all sections, and the rooms that build what a key names."""
-
-
 def contradictions(
     config: TrainConfig, ranks: int = 1, task: TaskFacts | None = None, *, trains: bool = False
 ) -> list[str]:
@@ -129,6 +114,21 @@ def contradictions(
 
     ``ranks`` processes train. With ``trains`` also return what would stop the first step.
     """
+    # These rooms build what a key names, and one tries the loss with torch: reading a config needs none of them.
+    from turnwise.arena.stages.registry import stage_problems
+    from turnwise.train.health.guard import signal_problems
+    from turnwise.train.league.build import matchmaker_problems
+    from turnwise.train.learner.tinker.wire import unserved_loss
+    from turnwise.train.terms.registry import loss_problems, terms_on
+
+    asked: tuple[Callable[[RunFacts], Iterable[str]], ...] = (
+        conflicts_of,
+        loss_problems,
+        stage_problems,
+        unserved_loss,
+        matchmaker_problems,
+        signal_problems,
+    )
     problems: list[str] = []
     for name in config.policies:
         try:
@@ -138,7 +138,7 @@ def contradictions(
             problems += [explain_problem({**problem, "loc": (*at, *problem["loc"])}) for problem in error.errors()]
     alone = any(term.trains_alone for term in terms_on(config.loss)) or bool(config.teachers())
     run = RunFacts(config=config, ranks=ranks, task=task, trains=trains, trains_alone=alone)
-    return list(dict.fromkeys([*problems, *(line for ask in ASKED for line in ask(run))]))
+    return list(dict.fromkeys([*problems, *(line for ask in asked for line in ask(run))]))
 
 
 # -- Expected values of keys -------------------------------------------------------------------------------------------
@@ -181,6 +181,8 @@ def _options_at(keys: tuple[str, ...], data: Mapping[str, Any], task_type: TaskT
                     rule = capabilities_of(task_type and task_type(task), TaskCapabilities).credit_rule
                 return option_types(import_by_name(credit_rules, rule, "credit.rule"))
             case ("loss", "options"):
+                from turnwise.train.terms.loss_types import find_loss
+
                 return option_types(find_loss(str(data["loss"].get("type", LossConfig().type))))
     except ValueError:  # unknown task, rule or loss: its builder reports it
         return {}

@@ -102,6 +102,10 @@ class ModelRequest:
     messages: Messages | None = field(default=None, compare=False, repr=False)
     scored_token_ids: Sequence[int] | None = None
 
+    def __repr__(self) -> str:
+        tokens = f"{len(self.prompt_token_ids)} + at most {self.sampling.max_tokens} tokens"
+        return f"<ModelRequest to {self.policy!r}: {tokens}, seed {self.sampling.seed}>"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
@@ -144,6 +148,11 @@ class ModelResponse:
     cached: bool = False
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
     """The experts of a mixture, if the client returns them."""
+
+    def __repr__(self) -> str:
+        tokens = f"{len(self.prompt_token_ids)} + {len(self.completion_token_ids)} tokens"
+        return f"<ModelResponse: {tokens}, {self.finish_reason!r}>"
+
     parsed: ParsedCompletion | None = field(default=None, compare=False, repr=False)
     """The completion's parts, which the arena reads once. A client sets it if its server tells them apart."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,6 +123,10 @@ class Step(WithFacts):
     in_thought: bool = False
     facts: StepFacts = field(default_factory=StepFacts)
 
+    def __repr__(self) -> str:
+        tokens = f"{len(self.prompt_token_ids)} + {len(self.completion_token_ids)} tokens"
+        return f"<Step of {self.actor_id!r}, turn {self.turn}: {tokens}, reward {self.reward}>"
+
     @property
     def completion_text(self) -> str:
         """Alias of ``completion``."""
@@ -153,6 +158,10 @@ class Rollout(WithFacts):
     meta: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     facts: RolloutFacts = field(default_factory=RolloutFacts)
+
+    def __repr__(self) -> str:
+        end = f"rewards {self.rewards}" if self.error is None else "failed"
+        return f"<Rollout {self.id!r} of {self.episode_type!r}: {len(self.steps)} steps, {end}>"
 
     def rewards_of(self, step: Step) -> Mapping[str, float]:
         """Return the rewards by actor for ``step``.
@@ -188,6 +197,9 @@ class EpisodeRequest(WithFacts):
     policies: Mapping[str, str] = field(default_factory=dict)
     facts: RequestFacts = field(default_factory=RequestFacts)
 
+    def __repr__(self) -> str:
+        return f"<EpisodeRequest of {self.episode_type!r}: group {reprlib.repr(self.group_id)}, seed {self.seed}>"
+
 
 @dataclass(slots=True)
 class GenerateResult:
@@ -210,6 +222,9 @@ class GenerateResult:
     group_id: Hashable = None
     parent_id: str | None = None
     recording: Any = field(default=None, compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        return f"<GenerateResult of {self.rollout!r}, {len(self.children)} children>"
 
     @property
     def uid(self) -> Hashable:
@@ -248,6 +263,10 @@ class EpisodeState:
     artifact: Any = None
     transcripts: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The chats of a multi-turn episode by actor, which later turns go on from."""
+
+    def __repr__(self) -> str:
+        done = ", done" if self.done else ""
+        return f"<EpisodeState of {self.current_actor!r}, turn {self.turn}: {len(self.trajectory)} steps{done}>"
 
     def fork(self, n: int) -> list[EpisodeState]:
         """Return ``n`` independent copies. They share finished steps and child results alone.

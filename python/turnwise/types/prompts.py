@@ -16,6 +16,10 @@ TOKENS = "i"
 """Type code of an array of token ids: int32."""
 
 
+GIVEN = "given"
+"""Origin of tokens that a caller of the arena rendered, such as a gateway: no native chat goes on from them."""
+
+
 class Growing(Generic[T]):
     """Items that several prefixes share: a list of messages, or an array of token ids. It only grows."""
 
@@ -90,12 +94,6 @@ class Prefix(Sequence[T]):
     def tolist(self) -> list[T]:
         return list(self.whole())
 
-    def begins_with(self, other: Prefix[T]) -> bool:
-        """True if all items of ``other`` are the first ones here."""
-        if self.shared is other.shared and self.length >= other.length + len(other.tail):
-            return self.shared is None or self.shared.items[other.length : other.length + len(other.tail)] == other.tail
-        return bool(self.whole()[: len(other)] == other.whole())
-
     def __len__(self) -> int:
         return self.length + len(self.tail)
 
@@ -145,6 +143,15 @@ class Prefix(Sequence[T]):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy() if isinstance(self.tail, array) else self.whole(), dtype=dtype)
+
+
+def shared_length(one: Prefix[T], other: Prefix[T]) -> int:
+    """Return how many first items of both are known to be the same, without a look at each: 0 if that is not known."""
+    shared = min(one.length, other.length) if one.shared is other.shared else 0
+    end = shared + len(one.tail)
+    if shared == one.length and end <= len(other) and other[shared:end] == list(one.tail):
+        return end
+    return shared
 
 
 def as_tokens(ids: Iterable[int]) -> array[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from turnwise.types.model_calls import Chat, InferenceClient, Messages, ModelRequest, ModelResponse, Sampling
+from turnwise.types.model_calls import Chat, InferenceClient, ModelRequest, ModelResponse, Sampling
 from turnwise.types.play import Actor, EpisodeRequest, GenerateResult
 from turnwise.types.training import CreditAssigner
 
@@ -47,7 +47,7 @@ class ArenaForHooks(Protocol):
     async def call_model(
         self,
         actor_id: str | None,
-        prompt: str | Messages,
+        prompt: str | Chat,
         *,
         policy: str | None = None,
         record: bool = True,
@@ -73,7 +73,7 @@ class ArenaForHooks(Protocol):
     def prepare(
         self,
         actor_id: str | None,
-        prompt: str | Messages,
+        prompt: str | Chat,
         *,
         policy: str | None = None,
         prompt_token_ids: Sequence[int] | None = None,

@@ -67,6 +67,10 @@ class Sample:
     weight: float = 1.0
     """Factor of the advantage in the loss: 1 / n for a trajectory of one of n sub-agents of its actor in an attempt."""
 
+    def __repr__(self) -> str:
+        tokens = f"{len(self.prompt_token_ids)} + {len(self.completion_token_ids)} tokens"
+        return f"<Sample {self.step_index} of {self.rollout_id!r}, {self.actor!r}: {tokens}, reward {self.reward}>"
+
     @property
     def trajectory_key(self) -> tuple[str, int | None]:
         """Return the key of the trajectory for credit rules: the rollout's id and the number of its end.
@@ -110,6 +114,9 @@ class TrainingBatch:
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
+
+    def __repr__(self) -> str:
+        return f"<TrainingBatch of {len(self)} samples, {len(self.token_ids)} tokens, actors {self.actors}>"
 
     @property
     def dropped(self) -> dict[str, int]:

@@ -33,6 +33,9 @@ KEY_VARIABLE = "TURNWISE_CLUSTER_KEY"
 MOST = 1 << 28
 """Most bytes of a line, or of a small file, that are read."""
 
+_BLOCK = 1 << 16
+"""Bytes that are read at once from the end of a file."""
+
 _LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 """A dotted key for which ``tomllib`` takes time and memory that grow with the square of its length."""
 
@@ -164,6 +167,31 @@ def bounded_lines(stream: BinaryIO, path: str | PathLike[str], *, most: int = MO
         if not line:
             return
         yield line
+
+
+def lines_from_end(stream: BinaryIO, path: str | PathLike[str], *, most: int = MOST) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of ``stream`` as :func:`bounded_lines` does, but the last one first, each after its place.
+
+    The place is that of its first byte. Only the yielded lines and at most a block before them are read.
+    """
+    start = stream.seek(0, os.SEEK_END)
+    parts: list[bytes] = []  # of the line whose beginning is not found yet, its end first
+    length = 0
+    while start:
+        start -= (size := min(_BLOCK, start))
+        stream.seek(start)
+        block = stream.read(size)
+        end = len(block)
+        while (cut := block.rfind(b"\n", 0, end)) >= 0:
+            if line := b"".join([block[cut + 1 : end], *reversed(parts)]):
+                yield start + cut + 1, line
+            parts, length, end = [b"\n"], 1, cut
+        parts.append(block[:end])
+        length += end
+        if length > most:
+            raise ValueError(f"{path}, before byte {start + size}: expected at most {most} bytes in a line")
+    if parts:
+        yield 0, b"".join(reversed(parts))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,24 @@ def option_types(factory: Any) -> dict[str, Any]:
         return Any if isinstance(annotation, str) else annotation
 
     return {name: read(parameter.annotation) for name, parameter in inspect.signature(factory).parameters.items()}
+
+
+def names_on_use(room: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package: each of its names is imported when it is first used.
+
+    ``homes`` maps a name to the module that defines it.
+
+    Example: ``__getattr__ = names_on_use(__name__, {"Trainer": "turnwise.train.loop"})`` in ``turnwise.train``
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {room!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[room], name, value)
+        return value
+
+    return find
 
 
 def require(room: str, *modules: str) -> None:

@@ -1,5 +1,5 @@
 """Arena workers: other processes play a run's top episodes, with the results that one arena would have.
 
-Read in this order: messages, wire, secrets, stores, engines, listen, link, remote.
+Read in this order: messages, wire, secrets, stores, snapshots, engines, listen, link, waiting, remote.
 May import: types, utils, chat, arena, inference.
 """

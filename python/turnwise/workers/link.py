@@ -27,6 +27,7 @@ from turnwise.workers.messages import (
     JobResult,
     Setup,
 )
+from turnwise.workers.snapshots import StoreSnapshot
 from turnwise.workers.wire import Channel, KeyRefused, connect
 
 LOOK_SECONDS = 0.2
@@ -43,8 +44,7 @@ class EpisodeBatch:
     most_episodes: float
     """Most episodes at once, over all workers."""
     most_workers: int
-    stores: tuple[int, bytes]
-    """Number and content of the snapshot of the stores."""
+    stores: StoreSnapshot
     running: int = 0
 
 
@@ -55,7 +55,7 @@ class EpisodeGroup:
     batch: EpisodeBatch
     number: int
     home: int
-    """Index of its worker, modulo the number of workers."""
+    """Index among the groups of its batch."""
     indices: list[int]
     """Indices of its episodes in the batch's requests."""
     job: bytes
@@ -66,6 +66,11 @@ class EpisodeGroup:
     sent_as: int = -1
     """Number of the latest message with this group. Answers to earlier ones don't count."""
     deaths: list[str] = field(default_factory=list)
+
+    @property
+    def lane(self) -> int:
+        """Index of its worker, modulo the number of workers that are there."""
+        return self.home % self.batch.most_workers
 
     @property
     def is_suspect(self) -> bool:
@@ -108,6 +113,8 @@ class Link:
         self.running = 0
         """Number of its episodes."""
         self._snapshots: set[int] = set()
+        self._latest: StoreSnapshot | None = None
+        """The snapshot that it got last."""
         self._channel: Channel | None = None
         self._lock = asyncio.Lock()
         self._task = asyncio.ensure_future(self._run())
@@ -139,7 +146,7 @@ class Link:
         workers = self.workers
         self._channel = await connect(*parse_address(self.address), workers.key)
         self.engines = workers.engines()
-        self._snapshots = set()
+        self._snapshots, self._latest = set(), None
         await self._channel.send(SETUP, replace(workers.setup, engines=self.engines))
         async with asyncio.timeout(SETUP_SECONDS):
             kind, *content = await self._channel.receive()
@@ -189,16 +196,17 @@ class Link:
 
     async def send_group(self, group: EpisodeGroup, engines: Engines) -> None:
         """Send a group, after the engines' present labels and the stores of its batch."""
-        number, content = group.batch.stores
+        stores = group.batch.stores
         async with self._lock:
             if self.engines != engines:
                 self.engines = engines
                 await self._send(ENGINES, engines)
-            if number not in self._snapshots:
-                self._snapshots.add(number)
-                await self._send(STORES, number, content)
+            if stores.number not in self._snapshots:
+                self._snapshots.add(stores.number)
+                before, self._latest = self._latest, stores
+                await self._send(STORES, stores.number, stores.since(before))
             if self.groups.get(group.sent_as) is group:
-                await self._send(PLAY, group.sent_as, number, group.job)
+                await self._send(PLAY, group.sent_as, stores.number, group.job)
 
     async def send_engines(self, engines: Engines) -> None:
         async with self._lock:

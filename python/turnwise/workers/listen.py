@@ -44,7 +44,8 @@ from turnwise.workers.messages import (
     Setup,
     StoreWrite,
 )
-from turnwise.workers.stores import BatchStore, dumps_pending, read_snapshots
+from turnwise.workers.snapshots import SnapshotReader
+from turnwise.workers.stores import BatchStore, dumps_pending
 from turnwise.workers.wire import Channel, KeyRefused, accept
 
 MAX_SNAPSHOTS = 16
@@ -79,7 +80,8 @@ class _Connection:
     channel: Channel
     arena: Arena
     client: WorkerClient
-    stores: dict[int, dict[str, ArtifactStore]] = field(default_factory=dict)
+    snapshots: SnapshotReader = field(default_factory=SnapshotReader)
+    stores: dict[int, Mapping[str, ArtifactStore]] = field(default_factory=dict)
     jobs: dict[int, Future[JobResult]] = field(default_factory=dict)
     answers: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -195,13 +197,13 @@ class Listener:
         elif kind == ENGINES:
             session.client.follow(content[0])
         elif kind == STORES:
-            session.stores[content[0]] = read_snapshots(content[1])
+            session.stores[content[0]] = session.snapshots.read(content[1])
             while len(session.stores) > MAX_SNAPSHOTS:
                 del session.stores[next(iter(session.stores))]
         elif kind != ALIVE:
             raise ConnectionError(f"a message is {kind!r}, which this worker does not know")
 
-    async def _play(self, session: _Connection, stores: dict[str, ArtifactStore], job: bytes) -> JobResult:
+    async def _play(self, session: _Connection, stores: Mapping[str, ArtifactStore], job: bytes) -> JobResult:
         return await play(session.arena, pickle.loads(job), stores, self._run.sub_teams)
 
     async def _answer(self, session: _Connection, number: int, future: Future[JobResult]) -> None:

@@ -7,7 +7,6 @@ its unfinished groups are played again from the same contexts, on the others or 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import itertools
 import pickle
 import time
@@ -29,7 +28,9 @@ from turnwise.workers.messages import (
     JobResult,
     Setup,
 )
-from turnwise.workers.stores import apply_outcomes, share_artifacts, snapshots
+from turnwise.workers.snapshots import StoreSnapshot
+from turnwise.workers.stores import GivenIds, apply_outcomes, share_artifacts
+from turnwise.workers.waiting import WaitingGroups
 
 MAX_DEATHS = 5
 """Workers that may die while they play one group, before the group counts as the cause."""
@@ -67,8 +68,9 @@ class RemoteWorkers:
         self.count, self._episodes, self._wait, self.dead_after = count, episodes, wait, dead_after
         self._own_episodes = dict(own_episodes)
         self._links: dict[str, Link] = {}
-        self._pending: list[EpisodeGroup] = []
+        self._waiting = WaitingGroups()
         self._numbers, self._messages, self._snapshots = itertools.count(), itertools.count(), itertools.count()
+        self._latest: StoreSnapshot | None = None
         self._alone_since = time.monotonic()
         self._looking: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[Any]] = set()
@@ -106,10 +108,8 @@ class RemoteWorkers:
             raise
         _reject_divided(outcomes)
         declared = {name: episode.reads_earlier_batches for name, episode in arena.episodes.items()}
-        results: dict[int, GenerateResult] = {}
         stores = {} if arena.is_evaluation else arena.stores
-        for group, played in zip(groups, apply_outcomes(stores, outcomes, declared), strict=True):
-            results |= zip(group.indices, played, strict=True)
+        results = await _read_results(groups, outcomes, apply_outcomes(stores, outcomes, declared))
         share_artifacts(stores, results.values())
         return [results[index] for index in range(len(requests))]
 
@@ -126,7 +126,9 @@ class RemoteWorkers:
             indices_of.setdefault(context.group_id, []).append(index)
         # A call that may make fewer model calls at once than there are workers uses only as many workers.
         workers = max(1, min(self.count, arena.budget.limit))
-        stores = (next(self._snapshots), snapshots(arena.stores, evaluation=arena.is_evaluation))
+        stores = StoreSnapshot(next(self._snapshots), arena.stores, evaluation=arena.is_evaluation)
+        stores.since(self._latest)  # most workers have the latest one, and what is new must be picklable
+        self._latest = stores
         batch = EpisodeBatch(float("inf") if concurrency is None else concurrency, workers, stores)
         own = self._own_episodes
         whole = arena.episodes.keys() == own.keys() and all(arena.episodes[name] is own[name] for name in own)
@@ -172,15 +174,16 @@ class RemoteWorkers:
         self._looking = asyncio.ensure_future(self._look())
 
     def _submit(self, groups: Iterable[EpisodeGroup]) -> None:
-        if not self._pending:  # the wait for a worker begins with the first group that needs one
+        if not self._waiting:  # the wait for a worker begins with the first group that needs one
             self._alone_since = time.monotonic()
-        self._pending += groups
+        for group in groups:
+            self._waiting.add(group)
         self.dispatch()
 
     def _forget(self, groups: Iterable[EpisodeGroup]) -> None:
         """Drop groups whose call has ended, and cancel those that run."""
         gone = set(groups)
-        self._pending = [group for group in self._pending if group not in gone]
+        self._waiting.forget({group.batch for group in gone})
         for group in gone:
             group.outcome.cancel()
             if (link := group.link) is not None:
@@ -194,12 +197,11 @@ class RemoteWorkers:
             error: Exception | None
             try:
                 self._follow()
-                error = self._lost_error() if self._pending else None
+                error = self._lost_error() if self._waiting else None
             except Exception as failed:  # of the members or the client: waiting calls raise it
                 error = failed
             if error is not None:
-                waiting, self._pending = self._pending, []
-                for group in waiting:
+                for group in self._waiting.take_all():
                     fail(group, error)
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -238,24 +240,23 @@ class RemoteWorkers:
         """Send waiting groups, in order, to workers that have room."""
         names = sorted(self._links, key=by_number)
         ready = [self._links[name] for name in names if self._links[name].ready]
-        waiting = []
-        for index, group in enumerate(self._pending):
-            if not any(link.running < self._episodes for link in ready):
-                waiting += self._pending[index:]
-                break
-            size = len(group.indices)
-            home = self._links[names[group.home % min(len(names), group.batch.most_workers)]]
+        while ready and (found := self._next(names, ready)) is not None:
+            group, link = found
+            self._waiting.remove_first(group)
+            link.take(group, next(self._messages))
+            self._start(link.send_group(group, self.engines()))
+
+    def _next(self, names: Sequence[str], ready: Sequence[Link]) -> tuple[EpisodeGroup, Link] | None:
+        """Return the first waiting group for which its worker has room, with the worker."""
+        for group in self._waiting.first():
+            home, size = self._links[names[group.lane % len(names)]], len(group.indices)
             link = home if home.ready else min(ready, key=lambda link: link.running)
             # A group whose workers died twice plays alone, so that others don't die with it.
             shares = not group.is_suspect and not any(other.is_suspect for other in link.groups.values())
             fits = not link.running or (shares and link.running + size <= self._episodes)
-            allowed = not group.batch.running or group.batch.running + size <= group.batch.most_episodes
-            if not (fits and allowed):
-                waiting.append(group)
-                continue
-            link.take(group, next(self._messages))
-            self._start(link.send_group(group, self.engines()))
-        self._pending = waiting
+            if fits and (not group.batch.running or group.batch.running + size <= group.batch.most_episodes):
+                return group, link
+        return None
 
     def lost(self, link: Link) -> None:
         """Play the unfinished groups of a worker that died again."""
@@ -270,7 +271,7 @@ class RemoteWorkers:
                 deaths = "; ".join(group.deaths)
                 fail(group, WorkersLostError(f"{MAX_DEATHS} workers died while they played {group.first}: {deaths}"))
             else:
-                bisect.insort(self._pending, group, key=lambda group: group.number)
+                self._waiting.add(group)
         self.dispatch()
 
     def answered(self, link: Link, number: int) -> EpisodeGroup | None:
@@ -289,7 +290,7 @@ class RemoteWorkers:
     def _end(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        waiting, self._pending = self._pending, []
+        waiting = self._waiting.take_all()
         for link in self._links.values():
             waiting += link.groups.values()
             link.end("the run has ended")
@@ -302,20 +303,33 @@ async def _all_outcomes(
 ) -> list[JobResult]:
     """Wait for all groups, and count their failures. Raises the first error."""
     waiting = {asyncio.wrap_future(group.outcome): group for group in groups}
+    done: asyncio.Queue[asyncio.Future[JobResult]] = asyncio.Queue()
+    for future in waiting:
+        future.add_done_callback(done.put_nowait)
     try:
         while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                outcome, group = future.result(), waiting.pop(future)
-                failures.total += outcome.continuations
-                for _ in range(outcome.failed):
-                    failures.add(outcome.first_error)
-                for _ in group.indices:
-                    ended()
+            future = await done.get()
+            outcome, group = future.result(), waiting.pop(future)
+            failures.total += outcome.continuations
+            for _ in range(outcome.failed):
+                failures.add(outcome.first_error)
+            for _ in group.indices:
+                ended()
     finally:
         for future in waiting:
             future.cancel()
     return [group.outcome.result() for group in groups]
+
+
+async def _read_results(
+    groups: Sequence[EpisodeGroup], outcomes: Sequence[JobResult], ids: GivenIds
+) -> dict[int, GenerateResult]:
+    """Return the results by their indices in the batch's requests. Other work of the loop goes on between groups."""
+    results: dict[int, GenerateResult] = {}
+    for group, outcome in zip(groups, outcomes, strict=True):
+        results |= zip(group.indices, ids.results_of(outcome), strict=True)
+        await asyncio.sleep(0)
+    return results
 
 
 def _reject_divided(outcomes: Sequence[JobResult]) -> None:

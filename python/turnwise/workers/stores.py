@@ -8,12 +8,13 @@ id when they are unpickled.
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 from turnwise.arena import ArtifactStore
@@ -30,12 +31,18 @@ _REMEDY = (
 )
 
 
+_Key = tuple[str, int, int]
+"""Store, top episode, and number among its artifacts."""
+
+_PENDING = re.compile(rb"-pending-\d{1,20}\.(\d{1,20})")
+"""What follows the store's name in the text of a :class:`PendingId`."""
+
+
 class PendingId(str):
     """The id of an artifact that the loop's process has not added yet. Its text is never an id."""
 
     __slots__ = ("key",)
-    key: tuple[str, int, int]
-    """Store, top episode, and number among its artifacts."""
+    key: _Key
 
     def __new__(cls, store: str, root: int, number: int) -> PendingId:
         made = super().__new__(cls, f"{store}-pending-{root}.{number}")
@@ -53,17 +60,24 @@ class PendingId(str):
 
 
 class _PendingPickler(CheckedPickler):
-    def persistent_id(self, value: Any) -> tuple[str, int, int] | None:
+    def persistent_id(self, value: Any) -> _Key | None:
         return value.key if type(value) is PendingId else None
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, ids: Mapping[tuple[str, int, int], str]) -> None:
-        super().__init__(io.BytesIO(content))
-        self._ids = ids
+    """Reads what :func:`dumps_pending` wrote. ``id_of`` returns the id for the key of a pending one."""
 
-    def persistent_load(self, key: tuple[str, int, int]) -> str:
-        return self._ids[key]
+    def __init__(self, content: bytes, id_of: Callable[[_Key], str]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._id_of = id_of
+
+    def persistent_load(self, key: _Key) -> str:
+        return self._id_of(key)
+
+
+def shared_split(split: HashSplit | None) -> HashSplit | None:
+    """Return ``split`` without its function, which need not be picklable; an episode passes it again."""
+    return None if split is None else HashSplit(split.share, None, any_key=True)
 
 
 def dumps_pending(value: Any) -> bytes:
@@ -83,24 +97,21 @@ class BatchStore(FrozenStore):
     def __init__(self, store: ArtifactStore) -> None:
         super().__init__(store)
         self._split = shared_split(store._split)
-        self.writes: list[StoreWrite] = []
-        self.reads: set[tuple[int, str, str]] = set()
+        self._writes: defaultdict[int, list[StoreWrite]] = defaultdict(list)
+        self._reads: defaultdict[int, set[tuple[int, str, str]]] = defaultdict(set)
         self._made: Counter[int] = Counter()
 
     def begin(self, roots: Iterable[int]) -> None:
         """Forget the changes and reads of these top episodes, which belong to a lost attempt."""
-        gone = set(roots)
-        for root in gone:
-            self._layers.pop(root, None)
-            self._made.pop(root, None)
-        self.writes = [write for write in self.writes if write.root not in gone]
-        self.reads = {read for read in self.reads if read[0] not in gone}
+        for root in roots:
+            for by_root in (self._layers, self._made, self._writes, self._reads):
+                by_root.pop(root, None)
 
     def take(self, roots: Iterable[int]) -> tuple[list[StoreWrite], set[tuple[int, str, str]]]:
         """Return the changes and reads of these top episodes, and forget them."""
-        taken = set(roots)
-        writes = [write for write in self.writes if write.root in taken]
-        reads = {read for read in self.reads if read[0] in taken}
+        taken = list(roots)
+        writes = [write for root in taken for write in self._writes.get(root, ())]
+        reads = {read for root in taken for read in self._reads.get(root, ())}
         self.begin(taken)
         return writes, reads
 
@@ -136,7 +147,7 @@ class BatchStore(FrozenStore):
         if context is None:
             raise RuntimeError(f"store {self.name!r}: a worker changes stores inside episodes only, not in {method}()")
         content = dumps_pending((method, arguments))
-        self.writes.append(StoreWrite(context.root, context.rollout.episode_type, self.name, content))
+        self._writes[context.root].append(StoreWrite(context.root, context.rollout.episode_type, self.name, content))
 
     def _free_id(self) -> str:
         context = current_context()
@@ -148,70 +159,62 @@ class BatchStore(FrozenStore):
     def _catch_up(self) -> None:
         """Note a read: every method that reads a store's content calls this first."""
         if (context := current_context()) is not None:
-            self.reads.add((context.root, self.name, context.rollout.episode_type))
-
-
-def shared_split(split: HashSplit | None) -> HashSplit | None:
-    """Return ``split`` without its function, which need not be picklable; an episode passes it again."""
-    return None if split is None else HashSplit(split.share, None, any_key=True)
-
-
-def snapshots(stores: Mapping[str, ArtifactStore], *, evaluation: bool) -> bytes:
-    """Return the pickle of the stores as they are now, for the workers.
-
-    Raises ``TypeError`` that names a store whose content or sampling rule can't be pickled.
-    """
-    made: dict[str, bytes] = {}
-    for name, store in stores.items():
-        if evaluation:
-            sent: FrozenStore = copy.copy(store if isinstance(store, FrozenStore) else store.frozen())  # type: ignore[assignment]
-            sent._layers, sent._split, sent._drawn = {}, shared_split(sent._split), None
-        else:
-            sent = BatchStore(store)
-        try:
-            made[name] = pickle.dumps(sent, protocol=5)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise TypeError(f"store {name!r} can't be sent to the workers: {error}") from error
-    return pickle.dumps(made, protocol=5)
-
-
-def read_snapshots(content: bytes) -> dict[str, ArtifactStore]:
-    """Return the stores of :func:`snapshots`."""
-    return {name: pickle.loads(store) for name, store in pickle.loads(content).items()}
+            self._reads[context.root].add((context.root, self.name, context.rollout.episode_type))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In the process of the loop
 # ---------------------------------------------------------------------------------------------------------------------
+class GivenIds(dict[_Key, str]):
+    """The ids that a batch's artifacts got in their stores, by the keys of their pending ids.
+
+    It is complete before it reads results.
+    """
+
+    @cached_property
+    def _stores(self) -> dict[bytes, set[str]]:
+        """The stores of a pending id, by what follows the store's name in its text."""
+        stores: dict[bytes, set[str]] = {}
+        for store, root, number in self:
+            stores.setdefault(f"-pending-{root}.{number}".encode(), set()).add(store)
+        return stores
+
+    def results_of(self, outcome: JobResult) -> list[Any]:
+        """Return the results of a group, with the ids of its artifacts.
+
+        Raises ``RuntimeError`` that names the store if an episode put a pending id into another text: that text is
+        wrong.
+        """
+        for found in _PENDING.finditer(outcome.results):
+            for end in range(found.start(1) + 1, found.end() + 1):  # another digit may follow the id
+                for store in self._stores.get(outcome.results[found.start() : end], ()):
+                    if outcome.results.endswith(store.encode(), 0, found.start()):
+                        raise RuntimeError(
+                            f"store {store!r}: an episode wrote the id of an artifact that it added into a text. On "
+                            "workers an artifact gets its id when the batch is whole: pass store.add(..., id=...) an "
+                            "id of your own, or play in the process of the loop (cluster.arena.count = 0)"
+                        )
+        results: list[Any] = _Unpickler(outcome.results, self.__getitem__).load()
+        return results
+
+
 def apply_outcomes(
     stores: Mapping[str, ArtifactStore], outcomes: Sequence[JobResult], reads_earlier_batches: Mapping[str, bool]
-) -> list[list[Any]]:
-    """Apply the changes of a batch to ``stores`` in the order of its requests, and return the unpickled results.
+) -> GivenIds:
+    """Apply the changes of a batch to ``stores`` in the order of its requests, and return its artifacts' ids.
 
     ``reads_earlier_batches`` has the episode types that read only what earlier batches left.
     Raises ``RuntimeError`` that names the store if a single arena might have given another result.
     """
     writes = sorted((write for outcome in outcomes for write in outcome.writes), key=lambda write: write.root)
     _reject_reads(outcomes, writes, reads_earlier_batches)
-    ids: dict[tuple[str, int, int], str] = {}
+    ids = GivenIds()
     with ExitStack() as joined:
         for name in dict.fromkeys(write.store for write in writes):
             joined.enter_context(stores[name].transaction())
         for write in writes:
             _apply(stores[write.store], write, ids, strict=not reads_earlier_batches.get(write.episode_type, False))
-    # An id that the episode put into another text is lost: that text is wrong.
-    pending = {f"{store}-pending-{root}.{number}".encode(): store for store, root, number in ids}
-    results = []
-    for outcome in outcomes:
-        for text, store in pending.items():
-            if text in outcome.results:
-                raise RuntimeError(
-                    f"store {store!r}: an episode wrote the id of an artifact that it added into a text. On workers an "
-                    "artifact gets its id when the batch is whole: pass store.add(..., id=...) an id of your own, or "
-                    "play in the process of the loop (cluster.arena.count = 0)"
-                )
-        results.append(_Unpickler(outcome.results, ids).load())
-    return results
+    return ids
 
 
 def share_artifacts(stores: Mapping[str, ArtifactStore], results: Iterable[GenerateResult]) -> None:
@@ -227,7 +230,7 @@ def share_artifacts(stores: Mapping[str, ArtifactStore], results: Iterable[Gener
 def _own(stores: Mapping[str, ArtifactStore], artifact: Artifact) -> Artifact:
     """Return the artifact of which ``artifact`` is a copy, if a store still has it."""
     for store in stores.values():
-        stored = store._contents.artifacts.get(artifact.id)
+        stored = store._contents.get(artifact.id)
         if stored is not None and (stored.source, stored.run) == (artifact.source, artifact.run):
             return stored
     return artifact
@@ -245,9 +248,9 @@ def _reject_reads(outcomes: Sequence[JobResult], writes: Sequence[StoreWrite], d
             )
 
 
-def _apply(store: ArtifactStore, write: StoreWrite, ids: dict[tuple[str, int, int], str], *, strict: bool) -> None:
-    """Apply one change. ``ids`` maps pending ids to real ones, and gets those of new artifacts."""
-    method, arguments = _Unpickler(write.content, _Open(ids)).load()
+def _apply(store: ArtifactStore, write: StoreWrite, ids: GivenIds, *, strict: bool) -> None:
+    """Apply one change, and add the ids of new artifacts to ``ids``. One that isn't there stays pending."""
+    method, arguments = _Unpickler(write.content, lambda key: ids.get(key) or PendingId(*key)).load()
     try:
         if method == "add":
             _add(store, arguments[0], ids, write.episode_type if strict else None)
@@ -265,14 +268,7 @@ def _apply(store: ArtifactStore, write: StoreWrite, ids: dict[tuple[str, int, in
         ) from error
 
 
-class _Open(dict[tuple[str, int, int], Any]):
-    """Ids so far; a pending one that has none stays pending."""
-
-    def __missing__(self, key: tuple[str, int, int]) -> PendingId:
-        return PendingId(*key)
-
-
-def _add(store: ArtifactStore, artifact: Artifact, ids: dict[tuple[str, int, int], str], strict: str | None) -> None:
+def _add(store: ArtifactStore, artifact: Artifact, ids: GivenIds, strict: str | None) -> None:
     """Add ``artifact``. ``strict`` is the type of an episode to which it matters that the store accepts it."""
     pending = artifact.id if type(artifact.id) is PendingId else None
     if pending is None:
@@ -291,5 +287,6 @@ def _add(store: ArtifactStore, artifact: Artifact, ids: dict[tuple[str, int, int
             f"refuses, so its result would depend on which is first. {_REMEDY}"
         )
     if pending is not None:  # what was added before is the artifact of both
-        contents = store._contents
-        ids[pending.key] = contents._id_of[contents.key(artifact)] if made is None else made.id
+        known = store._contents.id_of(store._contents.key(artifact)) if made is None else made.id
+        assert known is not None
+        ids[pending.key] = known

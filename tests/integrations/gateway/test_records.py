@@ -6,7 +6,7 @@ import json
 
 import openai
 
-from turnwise.arena.recording.short_prompts import FOLLOWS, whole_episode
+from turnwise.types.short_prompts import FOLLOWS, whole_episode
 
 from ...arena.replaying import row_of
 from .helpers import play

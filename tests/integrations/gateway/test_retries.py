@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import struct
+from dataclasses import asdict
 from urllib.parse import urlsplit
 
 import pytest
@@ -439,5 +440,5 @@ def test_no_warning_reason_or_recording_shows_a_key():
     inputs = [thing for _, thing in recording.events if isinstance(thing, RecordedInput)]
     raised = [repr(decode(one.error)) for one in inputs if one.error is not None]
     assert rollout.error is None and rollout.extras["note"] == {"deep": ("note ***",)} and "***" in raised[0]
-    told = [*(str(each.message) for each in warned), repr(rollout), *raised]
+    told = [*(str(each.message) for each in warned), repr(asdict(rollout)), *raised]
     assert not [text for text in told if episode.key[:8] in text]

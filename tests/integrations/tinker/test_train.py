@@ -15,7 +15,7 @@ import torch
 
 from turnwise.cli.run.eval import evaluate_from_config
 from turnwise.run.build import build_run, train_from_config
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.validate import config_from_dict

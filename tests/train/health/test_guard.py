@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turnwise.run.build import build_run
-from turnwise.train.checkpoint.checkpoint import list_checkpoints
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.health.signals import Sums
 from turnwise.train.validate import config_from_dict

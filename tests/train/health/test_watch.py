@@ -9,7 +9,7 @@ import pytest
 from turnwise.arena import Filters
 from turnwise.run.build import build_run
 from turnwise.train.health.watch import CAUSES, PATIENCE
-from turnwise.train.log.run_log import read_metrics
+from turnwise.train.log.lines import read_metrics
 from turnwise.train.validate import config_from_dict
 
 pytestmark = pytest.mark.usefixtures("narrow_model")

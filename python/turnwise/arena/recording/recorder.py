@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from turnwise.arena.recording.lossless_json import encode
-from turnwise.arena.recording.short_prompts import ShortPrompts
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.model_call import to_step
 from turnwise.arena.runtime.user_code import CallTimeoutError
 from turnwise.types import Artifact, Chat, EpisodeRequest, GenerateResult, ModelRequest, ModelResponse, Step
+from turnwise.types.short_prompts import ShortPrompts
 
 T = TypeVar("T")
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from turnwise.arena.recording.lossless_json import UntrustedValueError, decode
 from turnwise.arena.recording.recorder import ENDED, FORMATS
-from turnwise.arena.recording.short_prompts import ShortPrompts, WholePrompts, whole_steps
 from turnwise.arena.runtime.hashing import content_digest
 from turnwise.state import StateDict, StateList, to_python
 from turnwise.state.codec import CodecError
 from turnwise.types import EpisodeRequest, GenerateResult, RoutedExperts, Step
 from turnwise.types.facts import WithFacts
+from turnwise.types.short_prompts import ShortPrompts, WholePrompts, whole_steps
 from turnwise.utils.output import text_of
 
 DEEPEST = 200

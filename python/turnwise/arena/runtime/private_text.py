@@ -29,7 +29,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.types import Chat, Step
+from turnwise.types import Chat, Message, Step
+from turnwise.types.prompts import Prefix, shared_length
 
 MIN_HIDDEN_WORDS = 4
 """Fewer hidden words of a completion may occur anywhere by chance, so only the tags around them identify them."""
@@ -65,21 +66,72 @@ class Mark:
 
 
 @dataclass(slots=True)
+class _Seen:
+    """What was found in the latest prompt of an actor."""
+
+    chat: Prefix[Message]
+    places: dict[str, int] = field(default_factory=dict)
+    """By the key of a text: the first message that holds it."""
+    changes: int = 0
+    """Changes of marks that it knows."""
+
+
+@dataclass(slots=True)
 class PrivateTexts:
     """The private texts of an episode or branch, by their normalized form."""
 
     marks: dict[str, Mark] = field(default_factory=dict)
+    _changed: list[str] = field(default_factory=list, repr=False, compare=False)
+    """Keys of marks, each time that one was added or got a reader."""
+    _by_word: dict[str, list[str]] = field(default_factory=dict, repr=False, compare=False)
+    """Keys of marks by a word in the middle of their text, which a message with the text has too. Branches share it."""
+    _seen: dict[str | None, _Seen] = field(default_factory=dict, repr=False, compare=False)
+    """By actor."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrivateTexts.of_marks, (self.marks,)
+
+    @property
+    def changes(self) -> int:
+        """Times that a mark was added or got a reader."""
+        return len(self._changed)
+
+    def marks_since(self, changes: int) -> dict[str, Mark]:
+        """Return the marks that changed after the first ``changes`` times."""
+        return {key: self.marks[key] for key in self._changed[changes:]}
+
+    @classmethod
+    def of_marks(cls, marks: dict[str, Mark]) -> PrivateTexts:
+        texts = cls(marks)
+        for key, mark in marks.items():
+            texts._note(key, mark.text)
+        return texts
+
+    def _note(self, key: str, text: str | None) -> None:
+        """Note that a mark changed. ``text`` is that of a new one."""
+        self._changed.append(key)
+        if text is not None:
+            # Few marks share the rarest word; a text of fewer than three words may begin and end inside of words.
+            words = text.split()[1:-1] or [""]
+            found = min((self._by_word.setdefault(word, []) for word in words), key=len)
+            found.append(key)
 
     def copy(self) -> PrivateTexts:
-        return PrivateTexts({key: replace(mark) for key, mark in self.marks.items()})
+        marks = {key: replace(mark) for key, mark in self.marks.items()}
+        return PrivateTexts(marks, list(self._changed), self._by_word)
 
     def add(self, text: str, readers: Iterable[str], *, observation: bool = False) -> None:
         """Mark ``text`` for ``readers``. A text marked twice is for all its readers; a revealed text stays public."""
         key = normalize_text(text)
-        known = self.marks.setdefault(key, Mark(text, frozenset(readers), observation))
+        known = self.marks.get(key)
+        if known is None:
+            self.marks[key] = Mark(text, frozenset(readers), observation)
+            self._note(key, text)
+            return
         known.observation &= observation
-        if known.readers is not None:
+        if known.readers is not None and not known.readers.issuperset(readers):
             known.readers |= frozenset(readers)
+            self._note(key, None)
 
     def add_thought(self, thought: str, actor: str, said: str, prompt: Chat) -> None:
         """Mark what ``actor`` thought, unless it also ``said`` it, or quotes its prompt, whose secrets have marks."""
@@ -89,7 +141,10 @@ class PrivateTexts:
                 self.add(part, [actor])
 
     def reveal(self, text: str) -> None:
-        self.marks[normalize_text(text)] = Mark(text, None)
+        key = normalize_text(text)
+        is_new = key not in self.marks
+        self.marks[key] = Mark(text, None)
+        self._note(key, text if is_new else None)
 
     def merge(self, other: PrivateTexts) -> None:
         """Add the marks of a finished nested episode."""
@@ -106,11 +161,37 @@ class PrivateTexts:
             for key, mark in self.marks.items():
                 if mark.readers is not None and speaker in mark.readers and contains_phrase(said, key):
                     mark.readers |= {reader}
+                    self._note(key, None)
 
     def shown(self, actor: str | None, messages: Chat) -> list[str]:
-        """Return the texts marked for ``actor`` that occur literally in ``messages``, for the report."""
-        mine = [mark.text for mark in self.marks.values() if mark.readers is not None and actor in mark.readers]
-        return [text for text in mine if any(text in text_of(message["content"]) for message in messages)]
+        """Return the texts marked for ``actor`` that occur literally in ``messages``, for the report.
+
+        What an earlier prompt of the actor shares with this one is searched for new marks alone.
+        """
+        if not self.marks:
+            return []
+        messages = messages if isinstance(messages, Prefix) else Prefix.of_messages(messages)
+        seen = self._seen.get(actor)
+        known = 0 if seen is None else shared_length(seen.chat, messages)
+        places = {} if seen is None else {key: place for key, place in seen.places.items() if place < known}
+        changes = self._changed[0 if seen is None else seen.changes :]
+        if changes and known:
+            before = [text_of(message["content"]) for message in messages[:known]]
+            for key in changes:
+                text = self.marks[key].text
+                place = next((place for place, shown in enumerate(before) if text in shown), None)
+                if place is not None:
+                    places[key] = place
+        for place, message in enumerate(messages[known:], known):
+            content = text_of(message["content"])
+            for word in {"", *content.split()}:
+                for key in self._by_word.get(word, ()):
+                    mark = self.marks.get(key)  # it may be another branch's
+                    if mark is not None and mark.text in content:
+                        places.setdefault(key, place)
+        self._seen[actor] = _Seen(messages, places, len(self._changed))
+        mine = {key for key in places if actor in (self.marks[key].readers or ())}
+        return [mark.text for key, mark in self.marks.items() if key in mine] if mine else []
 
     def leak(self, actor: str, messages: Chat, steps: Iterable[Step | None]) -> Mark | None:
         """Return a mark in ``messages`` that ``actor`` may not see. Its own completions in ``steps`` are allowed."""

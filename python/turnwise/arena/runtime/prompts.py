@@ -18,8 +18,8 @@ from turnwise.chat import ChatFormat
 from turnwise.chat.anchors import Anchors
 from turnwise.chat.messages import ROLES, SYSTEM_ROLES, plain_messages, with_system
 from turnwise.state import to_python
-from turnwise.types import Actor, Message, Messages, Step
-from turnwise.types.prompts import Prefix, as_tokens, kept
+from turnwise.types import Actor, Chat, Message, Messages, Step
+from turnwise.types.prompts import GIVEN, Prefix, as_tokens, kept
 
 RENDERED = "prompts/rendered_again"
 """Begins the metrics of calls whose chat holds the actor's latest answer, but not behind its tokens, by reason.
@@ -34,10 +34,6 @@ MAX_EARLIER = 64
 
 SHORT = 12
 """A chat of fewer messages is rendered as a whole: two short chats, which show where answers end, cost more."""
-
-
-GIVEN = "given"
-"""Origin of tokens that the caller rendered: no later chat goes on from them here."""
 
 
 class Shown(list[Message]):
@@ -68,7 +64,7 @@ class Prompts:
         self._anchors: dict[ChatFormat, Anchors] = {}
 
     def build(
-        self, format: ChatFormat, actor: Actor | None, prompt: str | Messages, steps: Sequence[Step | None] = ()
+        self, format: ChatFormat, actor: Actor | None, prompt: str | Chat, steps: Sequence[Step | None] = ()
     ) -> Prompt:
         """Return the chat of ``actor`` and its tokens. ``steps`` are the episode's calls before this one.
 
@@ -154,6 +150,11 @@ class Prompts:
         return self._anchors[format]
 
 
+def given_chat(prompt: Any) -> Prefix[Message]:
+    """Return the chat of tokens that the caller rendered, of plain messages."""
+    return prompt if isinstance(prompt, Prefix) else Prefix.of_messages(to_messages(prompt, None))
+
+
 def given_tokens(ids: Sequence[int]) -> Prefix[int]:
     """Return tokens that the caller rendered."""
     return ids if isinstance(ids, Prefix) else Prefix(None, 0, as_tokens(ids), GIVEN)
@@ -202,7 +203,7 @@ def _begin(messages: Messages, chat: Prefix[Message], length: int) -> bool:
 
 
 # -- chats of users --------------------------------------------------------------------------------------------------
-def to_messages(prompt: str | Messages, actor: Actor | None) -> Messages:
+def to_messages(prompt: str | Chat, actor: Actor | None) -> Messages:
     """Make a chat of plain messages from a prompt. Add the actor's system prompt if there is none.
 
     A string becomes one user message. Raises ``TypeError`` for what is no chat, and

@@ -60,7 +60,7 @@ async def call_with_tools(
         last = number == actor.max_tool_rounds
         response = await call_model(
             actor.id,
-            messages,
+            asked.chat,
             prompt_token_ids=asked.ids,
             turn=turn,
             format=format,
@@ -86,7 +86,8 @@ async def call_with_tools(
             calls = calls[: actor.max_tool_calls + 1]
         names = [f"call_{number}_{index}" for index in range(len(calls))]
         answer = _with_all_calls(parsed, calls).message(names)
-        chats.add(messages, tools, asked.ids, format.cut(response.completion_token_ids), answer)
+        completion = format.cut(response.completion_token_ids)
+        chats.add(messages, tools, asked.ids, completion, answer, chat=asked.chat)
         run = calls[: actor.max_tool_calls]
         results = await gather_or_cancel([_result(one, functions.get(one.name), run_tool, actor) for one in run])
         if surplus > 0:

@@ -15,15 +15,14 @@ from random import Random
 from typing import Any, Self
 
 from turnwise.arena.runtime.hashing import derive_seed
+from turnwise.arena.stages.question_rates import QuestionIndex, QuestionRates
 from turnwise.arena.stages.stage import RunParts, Stage
 from turnwise.arena.stores.contents import UNKNOWN
-from turnwise.arena.stores.sampling import AttemptStats, Learnability, WeightedPool
+from turnwise.arena.stores.indexes import IndexedPool
+from turnwise.arena.stores.sampling import SMALL, AttemptStats, Learnability, WeightedPool
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout
 from turnwise.types.facts import Question
 from turnwise.utils.values import problem
-
-SOLVED, UNSOLVED = 0.95, 0.05
-"""Solve rates from which a question counts as always solved, and up to which as never solved."""
 
 LEVEL_WINDOWS = 8
 """Windows of a question's solve rate in that of a level, which is measured on several questions."""
@@ -36,10 +35,10 @@ Attempts = Sequence[tuple[str, float]]
 class SolveRates:
     """Statistics of the attempted questions by id, and of the attempted levels; and the number of admitted levels.
 
-    Example: ``SolveRates({"5f0c": AttemptStats(attempts=4, success=0.5)}, {1: AttemptStats(4, success=0.5)}, 1)``
+    Example: ``SolveRates(QuestionRates({}, {}), {1: AttemptStats(4, success=0.5)}, 1)``
     """
 
-    questions: Mapping[str, AttemptStats]
+    questions: QuestionRates
     levels: Mapping[int, AttemptStats]
     admitted: int = 1
 
@@ -78,7 +77,12 @@ class Curriculum:
         self.levels = sorted(set(self.level_of.values()))
         if gate is not None and len(self.levels) == 1:
             raise ValueError(f"gate={gate!r}: all questions have level {self.levels[0]}; expected several levels")
-        self._known: tuple[SolveRates, tuple[tuple[int, Attempts], ...]] = SolveRates({}, {}), ()
+        self._numbers = {id: number for number, id in enumerate(self.questions)}
+        self._index = QuestionIndex(self._artifacts, list(self.level_of.values()), self.rule)
+        self._admitted: dict[int, list[Artifact]] = {}
+        """Questions of the lowest levels, by the number of these."""
+        rates = SolveRates(QuestionRates(self._numbers, {}), {})
+        self._known: tuple[SolveRates, tuple[tuple[int, Attempts], ...]] = rates, ()
         """The rates up to a batch, and the attempts of each packed batch after it. Replaced as a whole, because the
         next batch may draw in another thread."""
 
@@ -90,9 +94,8 @@ class Curriculum:
         """
         rates = self.rates_for(batch)
         pool = self.weighted(rates)
-        drawn = pool.draw(
-            questions, questions > len(pool.artifacts), Random(derive_seed("curriculum", self.seed, number))
-        )
+        again = questions > pool.at_least and questions > len(pool)
+        drawn = pool.draw(questions, again, Random(derive_seed("curriculum", self.seed, number)))
         requests = []
         for slot, artifact in enumerate(drawn):
             question: EpisodeRequest = artifact.data
@@ -107,15 +110,24 @@ class Curriculum:
                 )
         return requests
 
-    def weighted(self, rates: SolveRates) -> WeightedPool:
+    def weighted(self, rates: SolveRates) -> WeightedPool | IndexedPool:
         """Return the questions of the admitted levels with their weights."""
-        artifacts, level_of, known = self._artifacts, self.level_of, rates.questions
-        if self.gate is not None:
-            admitted = set(self.levels[: rates.admitted])
-            artifacts = [artifact for artifact in artifacts if level_of[artifact.id] in admitted]
-        by_level = {level: rates.levels.get(level, UNKNOWN) for level in self.levels}
-        stats = [known.get(artifact.id) or by_level[level_of[artifact.id]] for artifact in artifacts]
+        admitted = self.levels if self.gate is None else self.levels[: rates.admitted]
+        by_level = {level: rates.levels.get(level, UNKNOWN) for level in admitted}
+        artifacts = self._questions_of(admitted)
+        if len(artifacts) > SMALL:
+            return self._index.pool(rates.questions, admitted, by_level)
+        stats = [rates.questions.get(artifact.id) or by_level[self.level_of[artifact.id]] for artifact in artifacts]
         return WeightedPool(artifacts, stats, 0, self.rule)
+
+    def _questions_of(self, levels: Sequence[int]) -> list[Artifact]:
+        """Return the questions of these levels, the lowest ones, in the pool's order."""
+        found = self._admitted.get(len(levels))
+        if found is None:
+            among = set(levels)
+            found = [artifact for artifact in self._artifacts if self.level_of[artifact.id] in among]
+            self._admitted = {len(levels): found}
+        return found
 
     def rates_for(self, batch: int) -> SolveRates:
         """Return the solve rates after the attempts of all batches before ``batch - ahead``."""
@@ -127,11 +139,12 @@ class Curriculum:
 
     def _after(self, rates: SolveRates, attempts: Attempts) -> SolveRates:
         """Return ``rates`` after the ``attempts`` of one more batch."""
-        questions, levels = dict(rates.questions), dict(rates.levels)
+        questions: dict[str, AttemptStats] = {}
+        levels = dict(rates.levels)
         for id, success in attempts:
             if id not in self.questions:  # the pool has changed since
                 continue
-            before, level = questions.get(id, UNKNOWN), self.level_of[id]
+            before, level = questions.get(id) or rates.questions.get(id, UNKNOWN), self.level_of[id]
             questions[id] = before.after(success, success, None, plays=0, window=self.window)
             wide = LEVEL_WINDOWS * self.window
             levels[level] = levels.get(level, UNKNOWN).after(success, success, None, plays=0, window=wide)
@@ -140,7 +153,7 @@ class Curriculum:
             highest = levels.get(self.levels[admitted - 1])
             if highest is not None and highest.success >= self.gate:
                 admitted += 1
-        return SolveRates(questions, levels, admitted)
+        return SolveRates(rates.questions.updated(questions), levels, admitted)
 
     # -- learning ------------------------------------------------------------------------------------------------------
     def record(
@@ -174,11 +187,10 @@ class Curriculum:
         rates, recent = self._known
         for _, attempts in recent:
             rates = self._after(rates, attempts)
-        known = [rates.questions[id].success for id in self.questions if id in rates.questions]
         metrics: dict[str, float] = {
-            "curriculum/seen": len(known),
-            "curriculum/always": sum(p >= SOLVED for p in known),
-            "curriculum/never": sum(p <= UNSOLVED for p in known),
+            "curriculum/seen": rates.questions.seen,
+            "curriculum/always": rates.questions.always,
+            "curriculum/never": rates.questions.never,
         }
         if drawn:
             metrics["curriculum/drawn_p"] = sum(drawn) / len(drawn)
@@ -191,17 +203,18 @@ class Curriculum:
         """Return the JSON-ready state. Only packed batches change it, so drawing again draws the same."""
         rates, recent = self._known
         return {
-            "questions": [[id, stat.attempts, stat.success] for id, stat in rates.questions.items()],
+            "questions": [[id, stat.attempts, stat.success] for id, stat in rates.questions.rows()],
             "levels": [[level, stat.attempts, stat.success] for level, stat in rates.levels.items()],
             "admitted": rates.admitted,
             "recent": [[batch, [list(attempt) for attempt in attempts]] for batch, attempts in recent],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        questions, levels = (
+        rates, levels = (
             {key: AttemptStats(attempts=n, reward=p, success=p) for key, n, p in state[name]}
             for name in ("questions", "levels")
         )
+        questions = QuestionRates(self._numbers, rates)
         recent = tuple((batch, [(id, success) for id, success in attempts]) for batch, attempts in state["recent"])
         self._known = SolveRates(questions, levels, state["admitted"]), recent
 

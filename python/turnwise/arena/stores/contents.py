@@ -1,194 +1,318 @@
-"""A store's contents in memory: artifacts by id, statistics of their attempts, and an index by content."""
+"""A store's contents in memory: artifacts with the statistics of their attempts, in order of arrival."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from turnwise.arena.runtime.hashing import content_key
 from turnwise.arena.stores.sampling import AttemptStats
+from turnwise.arena.stores.slots import SlotTree, changes
 from turnwise.arena.stores.sqlite import ExternalChanges
 from turnwise.types import Artifact, GenerateResult, Rollout
 
-K = TypeVar("K")
-V = TypeVar("V")
 UNKNOWN = AttemptStats()
 """Statistics of an artifact without attempts."""
+
+_MIN_GONE = 1024
+"""Removed artifacts from which on the directories are made again once most of their entries are of such."""
+
+
+class Stored(NamedTuple):
+    """An artifact as a store holds it. A change of its weight or statistics makes another one."""
+
+    artifact: Artifact
+    weight: float
+    """The artifact's weight when this was made; the store may change the artifact's own later."""
+    outcome: AttemptStats
+    key: Hashable
+    """Key of its content, see :meth:`StoreContents.key`."""
+
+
+class ContentChanges(NamedTuple):
+    """How contents differ from earlier ones. Keys of the content are left out."""
+
+    slots: list[tuple[int, Stored | None]]
+    """The new content of each slot that changed; ``None`` is an empty slot."""
+    next: int
+    added: int
+    plays: int
+
+
+class _Directory:
+    """Slots by key. Forks share its entries, so a slot may hold what another fork put there: the reader compares."""
+
+    __slots__ = ("_own", "_shared")
+
+    def __init__(self, shared: tuple[dict[Hashable, tuple[int, ...]], ...] = ()) -> None:
+        self._own: dict[Hashable, tuple[int, ...]] = {}
+        self._shared = shared
+
+    def fork(self) -> _Directory:
+        """Return a directory with its own entries above these. New ones may appear below, of no slot of the fork."""
+        return _Directory((self._own, *self._shared) if self._own else self._shared)
+
+    def add(self, key: Hashable, slot: int) -> None:
+        self._own[key] = (*self._own.get(key, ()), slot)
+
+    def slots(self, key: Hashable) -> tuple[int, ...]:
+        found = self._own.get(key, ())
+        for shared in self._shared:
+            found += shared.get(key, ())
+        return found
 
 
 class StoreContents:
     """Artifacts by id, in order of arrival. With ``keyed`` also by content.
 
-    ``version`` counts changes, ``added`` all artifacts ever added, ``plays`` the attempts at any artifact.
+    ``version`` counts changes, ``added`` all artifacts ever added, ``plays`` the attempts at any artifact. ``tree`` has
+    the artifacts by slot, which is their number among all that came.
     """
 
     def __init__(self, *, keyed: bool = False) -> None:
-        self.artifacts: MutableMapping[str, Artifact] = {}
-        self.outcomes: MutableMapping[str, AttemptStats] = {}
+        self.tree = SlotTree[Stored]()
         self.version = self.added = self.plays = 0
         self._keyed = keyed
-        self._id_of: MutableMapping[Hashable, str] = {}
-        self._key_of: MutableMapping[str, Hashable] = {}
+        self._start_directories()
+
+    def _start_directories(self) -> None:
+        self._next = self._gone = 0
+        self._by_id, self._by_key, self._by_parent = _Directory(), _Directory(), _Directory()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __contains__(self, id: str) -> bool:
+        return self.slot(id) is not None
+
+    def __iter__(self) -> Iterator[Artifact]:
+        return (self.shown(stored) for _, stored in self.tree.fork())
+
+    def get(self, id: str) -> Artifact | None:
+        slot = self.slot(id)
+        return None if slot is None else self.shown(self._at(slot))
+
+    def oldest(self) -> str:
+        return self.tree.find(0)[1].artifact.id
+
+    def outcome(self, id: str) -> AttemptStats:
+        slot = self.slot(id)
+        return UNKNOWN if slot is None else self._at(slot).outcome
+
+    def shown(self, stored: Stored) -> Artifact:
+        """Return the artifact that a reader gets."""
+        return stored.artifact
 
     def key(self, artifact: Artifact) -> Hashable:
         """Return the key of the artifact's content; ``None`` unless ``keyed``."""
         return content_key(artifact.data) if self._keyed else None
 
-    def has(self, key: Hashable) -> bool:
-        """True if an artifact with this content :meth:`key` is present."""
-        return key in self._id_of
+    def id_of(self, key: Hashable) -> str | None:
+        """Return the id of an artifact with this content :meth:`key`; ``None`` if none is present."""
+        for slot in self._by_key.slots(key):
+            held = self.tree.get(slot)
+            if held is not None and held.key == key:
+                return held.artifact.id
+        return None
 
-    def outcome(self, id: str) -> AttemptStats:
-        return self.outcomes.get(id, UNKNOWN)
+    def slot(self, id: str) -> int | None:
+        for slot in reversed(self._by_id.slots(id)):  # the latest of this id, most often
+            held = self.tree.get(slot)
+            if held is not None and held.artifact.id == id:
+                return slot
+        return None
 
+    def _at(self, slot: int) -> Stored:
+        held = self.tree.get(slot)
+        assert held is not None
+        return held
+
+    # -- changing ------------------------------------------------------------------------------------------------------
     def keep(self, artifact: Artifact, outcome: AttemptStats, key: Hashable) -> None:
         """Add an artifact under its content :meth:`key`."""
-        self.artifacts[artifact.id] = artifact
-        if outcome is not UNKNOWN:
-            self.outcomes[artifact.id] = outcome
-        if self._keyed:
-            self._id_of.setdefault(key, artifact.id)
-            self._key_of[artifact.id] = key
+        self._hold(self._next, Stored(artifact, artifact.weight, outcome, key))
+
+    def _stored(self, artifact: Artifact, outcome: AttemptStats) -> Stored:
+        return Stored(artifact, artifact.weight, outcome, self.key(artifact))
+
+    def _hold_all(self, present: Iterable[Stored]) -> None:
+        """Replace everything by ``present``, in this order."""
+        self.clear()
+        rows = list(enumerate(present))
+        self.tree = SlotTree.built((slot, stored, 0) for slot, stored in rows)
+        for slot, stored in rows:
+            self._list(slot, stored)
+        self._next = len(rows)
+
+    def _hold(self, slot: int, stored: Stored) -> None:
+        self._list(slot, stored)
+        self.tree.put(slot, stored)
+        self._next = max(self._next, slot + 1)
         self.version += 1
 
+    def _list(self, slot: int, stored: Stored) -> None:
+        self._by_id.add(stored.artifact.id, slot)
+        if self._keyed and not (self._by_key.slots(stored.key) and self.id_of(stored.key)):
+            self._by_key.add(stored.key, slot)
+        for parent in dict.fromkeys(stored.artifact.parents):
+            self._by_parent.add(parent, slot)
+
     def drop(self, id: str) -> None:
-        del self.artifacts[id]
-        self.outcomes.pop(id, None)
-        if self._keyed and self._id_of.get(key := self._key_of.pop(id)) == id:
-            del self._id_of[key]
+        slot = self.slot(id)
+        if slot is None:
+            raise KeyError(id)
+        self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        self.tree.drop(slot)
         self.version += 1
+        self._gone += 1
+        if self._gone > max(len(self.tree), _MIN_GONE):
+            self._list_again()
+
+    def _list_again(self) -> None:
+        """Make the directories again, without removed artifacts."""
+        following = self._next
+        self._start_directories()
+        self._next = following
+        for slot, stored in self.tree:
+            self._list(slot, stored)
 
     def put(self, id: str, outcome: AttemptStats) -> None:
         """Set the statistics of an artifact."""
-        self.outcomes[id] = outcome
+        slot = self.slot(id)
+        assert slot is not None
+        self.tree.put(slot, self._at(slot)._replace(outcome=outcome))
         self.version += 1
 
     def weigh(self, id: str, weight: float) -> Artifact:
         """Set an artifact's weight and return the artifact."""
-        self.artifacts[id].weight = weight
-        return self.artifacts[id]
+        slot = self.slot(id)
+        assert slot is not None
+        stored = self._weighed(self._at(slot), weight)
+        self.tree.put(slot, stored)
+        self.version += 1
+        return self.shown(stored)
 
+    def _weighed(self, stored: Stored, weight: float) -> Stored:
+        stored.artifact.weight = weight
+        return stored._replace(weight=weight)
+
+    # -- lineage -------------------------------------------------------------------------------------------------------
     def ancestors(self, id: str) -> list[str]:
         """Return the ids that ``id`` was made from, directly or through others, nearest first."""
         found: dict[str, None] = {}
-        generation = list(self.artifacts[id].parents)
+        generation = self._parents(id)
         while generation:
             new = [parent for parent in dict.fromkeys(generation) if parent not in found and parent != id]
             found.update(dict.fromkeys(new))
-            generation = [parent for one in new if one in self.artifacts for parent in self.artifacts[one].parents]
+            generation = [parent for one in new for parent in self._parents(one)]
         return list(found)
+
+    def _parents(self, id: str) -> Sequence[str]:
+        slot = self.slot(id)
+        return () if slot is None else self._at(slot).artifact.parents
 
     def descendants(self, id: str) -> list[str]:
         """Return the ids made from ``id``, directly or through others, in order of arrival."""
-        children: dict[str, list[str]] = {}
-        for artifact in self.artifacts.values():
-            for parent in artifact.parents:
-                children.setdefault(parent, []).append(artifact.id)
-        found: set[str] = set()
+        found: dict[int, str] = {}
         waiting = [id]
         while waiting:
-            new = [child for child in children.get(waiting.pop(), ()) if child not in found and child != id]
-            found.update(new)
-            waiting += new
-        return [known for known in self.artifacts if known in found]
+            parent = waiting.pop()
+            for slot in self._by_parent.slots(parent):
+                held = self.tree.get(slot)
+                if held is not None and slot not in found and parent in held.artifact.parents:
+                    found[slot] = held.artifact.id
+                    waiting.append(held.artifact.id)
+        return [found[slot] for slot in sorted(found) if found[slot] != id]
 
+    # -- all at once ---------------------------------------------------------------------------------------------------
     def clear(self) -> None:
-        for mapping in (self.artifacts, self.outcomes, self._id_of, self._key_of):
-            mapping.clear()
+        self.tree = SlotTree()
+        self._start_directories()
         self.version += 1
 
     def take(self, news: ExternalChanges) -> None:
         """Apply changes that were read from the file."""
         if news.whole:
-            self.clear()
-        for id in news.removed:
-            self.drop(id)
-        for artifact, outcome in news.present:
-            if artifact.id in self.artifacts:
-                self.artifacts[artifact.id].weight = artifact.weight
-                self.outcomes[artifact.id] = outcome
-            else:
-                self.keep(artifact, outcome, self.key(artifact))
+            self._hold_all(self._stored(artifact, outcome) for artifact, outcome in news.present)
+        else:
+            for id in news.removed:
+                self.drop(id)
+            for artifact, outcome in news.present:
+                if artifact.id in self:
+                    self.weigh(artifact.id, artifact.weight)
+                    self.put(artifact.id, outcome)
+                else:
+                    self.keep(artifact, outcome, self.key(artifact))
         self.added, self.plays = news.made, news.plays
+        self.version += 1
+
+    def changes_since(self, before: StoreContents | None) -> ContentChanges:
+        """Return what makes these contents of ``before``, which may be later ones; of nothing if it is ``None``."""
+        base = SlotTree[Stored]() if before is None else before.tree
+        news = [(slot, after and after._replace(key=None)) for slot, _, after in changes(base, self.tree)]
+        return ContentChanges(news, self._next, self.added, self.plays)
+
+    def follow(self, news: ContentChanges) -> None:
+        """Apply :meth:`changes_since`."""
+        for slot, stored in news.slots:
+            if self.tree.get(slot) is not None:
+                self._empty(slot)
+            if stored is not None:
+                self._hold(slot, stored._replace(key=self.key(stored.artifact)))
+        self._next, self.added, self.plays = news.next, news.added, news.plays
         self.version += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return artifacts and statistics, for a store without a file."""
         names = ("id", "data", "weight", "source", "meta", "parents", "run")
-        artifacts = [{name: getattr(artifact, name) for name in names} for artifact in self.artifacts.values()]
-        return {"artifacts": artifacts, "outcomes": {id: asdict(outcome) for id, outcome in self.outcomes.items()}}
+        held = [stored for _, stored in self.tree]
+        return {
+            "artifacts": [{name: getattr(stored.artifact, name) for name in names} for stored in held],
+            "outcomes": {s.artifact.id: asdict(s.outcome) for s in held if s.outcome is not UNKNOWN},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, and the counts ``added`` and ``plays`` beside it."""
-        self.clear()
+        present, known = [], state.get("outcomes", {})
         for item in state["artifacts"]:
             artifact = Artifact(**{**item, "parents": tuple(item.get("parents", ()))})
-            known = state.get("outcomes", {}).get(artifact.id)
-            self.keep(artifact, UNKNOWN if known is None else AttemptStats(**known), self.key(artifact))
+            outcome = AttemptStats(**known[artifact.id]) if artifact.id in known else UNKNOWN
+            present.append(self._stored(artifact, outcome))
+        self._hold_all(present)
         self.added, self.plays = state["added"], state.get("plays", 0)
 
-    def copied(self) -> StoreContents:
-        """Return an independent copy."""
-        copied = self._like(StoreContents)
-        copied.artifacts = {a.id: replace(a, meta=dict(a.meta)) for a in self.artifacts.values()}
-        copied.outcomes = dict(self.outcomes)
-        copied._id_of, copied._key_of = dict(self._id_of), dict(self._key_of)
-        return copied
-
-    def layer(self) -> StoreContents:
-        """Return an overlay; its changes do not reach this object. This object must not change while it is in use."""
-        layer = self._like(_OverlayContents)
-        layer.artifacts, layer.outcomes = _OverlayDict(self.artifacts), _OverlayDict(self.outcomes)
-        layer._id_of, layer._key_of = _OverlayDict(self._id_of), _OverlayDict(self._key_of)
-        return layer
-
-    def _like(self, kind: type[StoreContents]) -> StoreContents:
-        fresh = kind(keyed=self._keyed)
-        fresh.added, fresh.plays = self.added, self.plays
-        return fresh
+    def fork(self) -> FrozenContents:
+        """Return an independent view of the present contents, in constant time."""
+        return FrozenContents(self)
 
 
-class _OverlayContents(StoreContents):
-    def weigh(self, id: str, weight: float) -> Artifact:
-        self.artifacts[id] = replace(self.artifacts[id], weight=weight)
-        return self.artifacts[id]
+class FrozenContents(StoreContents):
+    """A fork of a store's contents. It gives copies of the artifacts, made on use, which share only their data."""
 
+    def __init__(self, contents: StoreContents) -> None:
+        self.tree = contents.tree.fork()
+        self.version, self.added, self.plays = 0, contents.added, contents.plays
+        self._keyed, self._next, self._gone = contents._keyed, contents._next, 0
+        directories = (contents._by_id, contents._by_key, contents._by_parent)
+        self._by_id, self._by_key, self._by_parent = (directory.fork() for directory in directories)
+        self._copies: dict[int, tuple[Stored, Artifact]] = {}
+        if isinstance(contents, FrozenContents):
+            self._copies = contents._copies
 
-class _OverlayDict(MutableMapping[K, V]):
-    """A dict that starts equal to another one and leaves that one unchanged. It has the order of a copy."""
+    def shown(self, stored: Stored) -> Artifact:
+        original = stored.artifact
+        known = self._copies.get(id(original))
+        if known is None or known[0].weight != stored.weight:
+            copied = replace(original, weight=stored.weight, meta=dict(original.meta))
+            known = self._copies[id(original)] = stored, copied
+        return known[1]
 
-    def __init__(self, below: MutableMapping[K, V]) -> None:
-        self._below = below
-        self._own: dict[K, V] = {}
-        self._gone: set[K] = set()
-
-    def __getitem__(self, key: K) -> V:
-        if key in self._own:
-            return self._own[key]
-        if key in self._gone:
-            raise KeyError(key)
-        return self._below[key]
-
-    def __setitem__(self, key: K, value: V) -> None:
-        self._own[key] = value
-
-    def __delitem__(self, key: K) -> None:
-        if key not in self:
-            raise KeyError(key)
-        self._own.pop(key, None)
-        if key in self._below:
-            self._gone.add(key)
-
-    def __iter__(self) -> Iterator[K]:
-        yield from (key for key in self._below if key not in self._gone)
-        yield from self._new()
-
-    def __len__(self) -> int:
-        return len(self._below) - len(self._gone) + sum(1 for _ in self._new())
-
-    def _new(self) -> Iterator[K]:
-        return (key for key in self._own if key in self._gone or key not in self._below)
+    def _weighed(self, stored: Stored, weight: float) -> Stored:
+        return stored._replace(weight=weight)
 
 
 def check_weight(weight: float) -> None:

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from turnwise.arena.runtime.hashing import content_digest
 from turnwise.arena.runtime.recording_hooks import records_input
-from turnwise.arena.stores.contents import StoreContents
-from turnwise.arena.stores.sampling import Samplable, SamplingRule, WeightedPool
+from turnwise.arena.stores.contents import StoreContents, Stored
+from turnwise.arena.stores.indexes import StoreIndex
+from turnwise.arena.stores.sampling import Pool, Samplable, SamplingRule
+from turnwise.arena.stores.slots import SlotTree
 from turnwise.types import Artifact
 
 SIDES = ("train", "eval")
@@ -47,33 +49,43 @@ class HashSplit:
         return "eval" if int.from_bytes(digest[:8], "big") < self.share * 2**64 else "train"
 
 
-class StoreView(Protocol):
+class StoreIndexes:
+    """The index of a store's artifacts, and one for each side of its split. Its frozen views have the same."""
+
+    def __init__(self) -> None:
+        self.whole = StoreIndex()
+        self._sides: dict[str, tuple[HashSplit, StoreIndex]] = {}
+
+    def side(self, side: str, split: HashSplit) -> StoreIndex:
+        known = self._sides.get(side)
+        if known is None or known[0] != split:
+            index = StoreIndex(lambda artifact: split.side_of(artifact.data) == side)
+            known = self._sides[side] = split, index
+        return known[1]
+
+
+class SplitStore(Protocol):
     """The part of a store that one side of its split reads."""
 
     name: str
     sampling: SamplingRule
     _rng: random.Random
+    _indexes: StoreIndexes
 
     @property
     def _contents(self) -> StoreContents: ...
 
     def _catch_up(self) -> None: ...
 
-    def get(self, id: str) -> Artifact: ...
-
-    def __contains__(self, id: str) -> bool: ...
-
-    def __iter__(self) -> Iterator[Artifact]: ...
-
 
 class StoreSplit(Samplable):
     """One side of a store's split, from :meth:`ArtifactStore.split`. It samples by the store's rule."""
 
-    def __init__(self, store: StoreView, side: str, rule: HashSplit) -> None:
-        self._store, self.side, self._rule = store, side, rule
+    def __init__(self, store: SplitStore, side: str, rule: HashSplit) -> None:
+        self._store, self.side = store, side
         self.name, self._rng = store.name, store._rng
-        self._sides: dict[str, tuple[Artifact, str]] = {}
-        self._drawn: tuple[StoreContents, int, WeightedPool] | None = None
+        self._index = store._indexes.side(side, rule)
+        self._drawn: tuple[StoreContents, int, Pool] | None = None
 
     @property
     def label(self) -> str:
@@ -81,25 +93,29 @@ class StoreSplit(Samplable):
 
     @records_input()
     def __contains__(self, id: str) -> bool:
-        return id in self._store and self._holds(self._store.get(id))
+        contents, members = self._members()
+        slot = contents.slot(id)
+        return slot is not None and members.get(slot) is not None
+
+    @records_input()
+    def count(self) -> int:
+        return len(self._members()[1])
 
     @records_input()
     def __iter__(self) -> Iterator[Artifact]:
-        return (artifact for artifact in self._store if self._holds(artifact))
+        contents, members = self._members()
+        return (contents.shown(stored) for _, stored in members)
 
-    def _holds(self, artifact: Artifact) -> bool:
-        side = self._sides.get(artifact.id)
-        if side is None or side[0] is not artifact:  # an id may be used again for other data
-            side = self._sides[artifact.id] = artifact, self._rule.side_of(artifact.data)
-        return side[1] == self.side
+    def _members(self) -> tuple[StoreContents, SlotTree[Stored]]:
+        """Return the store's contents, and this side of them by slot."""
+        self._store._catch_up()
+        contents = self._store._contents
+        return contents, self._index.members(contents, self._store.sampling)
 
-    def _pool(self) -> WeightedPool:
+    def _pool(self) -> Pool:
         store = self._store
         store._catch_up()
         contents = store._contents
         if self._drawn is None or self._drawn[0] is not contents or self._drawn[1] != contents.version:
-            artifacts = list(self)
-            outcomes = [contents.outcome(artifact.id) for artifact in artifacts]
-            self._sides = {id: side for id, side in self._sides.items() if id in contents.artifacts}
-            self._drawn = contents, contents.version, WeightedPool(artifacts, outcomes, contents.plays, store.sampling)
+            self._drawn = contents, contents.version, self._index.pool(contents, store.sampling)
         return self._drawn[2]

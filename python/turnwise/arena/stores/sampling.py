@@ -1,7 +1,8 @@
 """Sampling from a store: rules that weigh its artifacts, and the draw.
 
 A rule is an object with ``weights(artifacts, outcomes, plays)``. ``RULES`` has the built-in rules by name. A rule gets
-each artifact's :class:`AttemptStats`, which :meth:`turnwise.arena.ArtifactStore.record` updates.
+each artifact's :class:`AttemptStats`, which :meth:`turnwise.arena.ArtifactStore.record` updates. Larger stores draw by
+the built-in rules from an index (``indexes``), which does not weigh all artifacts again after a change.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.recording_hooks import records_input
 from turnwise.types import Artifact
 from turnwise.utils.values import listed
+
+SMALL = 1024
+"""Artifacts up to which every rule weighs all of them after a change. Its draws are then those of its definition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +143,14 @@ class Learnability:
     def weights(
         self, artifacts: Sequence[Artifact], outcomes: Sequence[AttemptStats], plays: int
     ) -> list[float] | None:
-        rates = [outcome.success if outcome.attempts else 0.5 for outcome in outcomes]
-        learnable = _shares([p * (1.0 - p) for p in rates])
-        return [(1 - self.uniform) * share + self.uniform / len(rates) for share in learnable]
+        learnable = _shares([learnability(outcome) for outcome in outcomes])
+        return [(1 - self.uniform) * share + self.uniform / len(outcomes) for share in learnable]
+
+
+def learnability(outcome: AttemptStats) -> float:
+    """Return ``p (1 - p)`` of the success rate ``p``, which is 1/2 without attempts."""
+    p = outcome.success if outcome.attempts else 0.5
+    return p * (1.0 - p)
 
 
 RULES: dict[str, Callable[[], SamplingRule]] = {
@@ -178,6 +187,13 @@ class WeightedPool:
         self.artifacts, self.weights = artifacts, weights
         self._sums = None if weights is None else list(itertools.accumulate(weights))
 
+    def __len__(self) -> int:
+        return len(self.artifacts)
+
+    @property
+    def at_least(self) -> int:
+        return len(self.artifacts)
+
     def draw(self, k: int, replacement: bool, rng: random.Random) -> list[Artifact]:
         """Draw ``k`` artifacts. The pool must have enough."""
         if replacement or (k == 1 and self._sums is not None):
@@ -189,6 +205,21 @@ class WeightedPool:
         rings = [rng.expovariate(1.0) / weight for weight in self.weights]
         order = sorted(range(len(rings)), key=rings.__getitem__)
         return [self.artifacts[index] for index in order[:k]]
+
+
+class Pool(Protocol):
+    """Artifacts that can be drawn now."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def at_least(self) -> int:
+        """A number that ``len`` is not below, at no cost; 0 only if the pool is empty."""
+        ...
+
+    def draw(self, k: int, replacement: bool, rng: random.Random) -> list[Artifact]:
+        """Draw ``k`` artifacts. The pool must have enough."""
+        ...
 
 
 class Samplable(ABC):
@@ -208,7 +239,7 @@ class Samplable(ABC):
     def __iter__(self) -> Iterator[Artifact]: ...
 
     @abstractmethod
-    def _pool(self) -> WeightedPool:
+    def _pool(self) -> Pool:
         """Return the artifacts that can be drawn now."""
 
     @records_input()
@@ -222,16 +253,16 @@ class Samplable(ABC):
     def sample(self, k: int = 1, *, replacement: bool = False) -> list[Artifact]:
         """Draw ``k`` artifacts, all different unless ``replacement``. Raises ``ValueError`` if there are too few."""
         pool = self._pool()
-        enough = k <= len(pool.artifacts) or (replacement and pool.artifacts)
+        enough = k <= pool.at_least or (replacement and pool.at_least > 0) or k <= len(pool)
         if k < 0 or not enough:
-            raise ValueError(f"k={k!r}: the store {self.name!r} has {len(pool.artifacts)} artifacts to draw from")
+            raise ValueError(f"k={k!r}: the store {self.name!r} has {len(pool)} artifacts to draw from")
         context = current_context()
         return pool.draw(k, replacement, self._rng if context is None else context.rng)
 
     @records_input(draws=True)
     def sample_one(self) -> Artifact | None:
         """Draw one artifact. Return ``None`` if the store is empty."""
-        return self.sample(1)[0] if self._pool().artifacts or self.count() else None
+        return self.sample(1)[0] if self._pool().at_least or self.count() else None
 
 
 def check_weights(weights: Sequence[float], count: int, rule: SamplingRule) -> None:

@@ -15,8 +15,8 @@ from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.hashing import derive_seed, detach_from_state, rng_state, set_rng_state
 from turnwise.arena.runtime.recording_hooks import records_input
 from turnwise.arena.stores.contents import UNKNOWN, StoreContents, check_weight, parent_ids
-from turnwise.arena.stores.holdout import HashSplit, StoreSplit
-from turnwise.arena.stores.sampling import AttemptStats, Samplable, SamplingRule, WeightedPool, find_rule
+from turnwise.arena.stores.holdout import HashSplit, StoreIndexes, StoreSplit
+from turnwise.arena.stores.sampling import AttemptStats, Pool, Samplable, SamplingRule, find_rule
 from turnwise.arena.stores.sqlite import SqliteStore
 from turnwise.types import Artifact
 from turnwise.utils.copies import own_copy
@@ -66,7 +66,8 @@ class ArtifactStore(Samplable):
         """Approximate number of attempts over which an artifact's statistics are averaged; ``None`` for all."""
         self._held = StoreContents(keyed=dedup)
         self._rng = random.Random(derive_seed("store", name, seed))
-        self._drawn: tuple[StoreContents, int, WeightedPool] | None = None
+        self._drawn: tuple[StoreContents, int, Pool] | None = None
+        self._indexes = StoreIndexes()
         self._split: HashSplit | None = None
 
         # Checkpoints of a file hold only a revision. One process writes to it, unless all open it with shared=True.
@@ -147,11 +148,11 @@ class ArtifactStore(Samplable):
                 artifact = Artifact(new_id, data, weight, made_by, dict(meta or {}), ids, self.run)
             contents = self._contents
             # Refuse a taken id, a wrong weight, and with ``dedup`` known content.
-            if artifact.id in contents.artifacts:
+            if artifact.id in contents:
                 raise ValueError(f"id={artifact.id!r}: the store {self.name!r} already has an artifact of this id")
             check_weight(artifact.weight)
             key = contents.key(artifact)
-            if contents.has(key):
+            if self.dedup and contents.id_of(key) is not None:
                 return None
             # Keep it in the file and in memory, and drop the oldest artifacts above ``max_size``.
             outcome = AttemptStats(last=contents.plays) if contents.plays else UNKNOWN
@@ -159,8 +160,8 @@ class ArtifactStore(Samplable):
                 self._file.insert(artifact, outcome, contents.added + 1)
             contents.added += 1
             contents.keep(artifact, outcome, key)
-            while self.max_size is not None and len(contents.artifacts) > self.max_size:
-                self._remove(next(iter(contents.artifacts)))
+            while self.max_size is not None and len(contents) > self.max_size:
+                self._remove(contents.oldest())
             return artifact
 
     @records_input()
@@ -186,17 +187,17 @@ class ArtifactStore(Samplable):
     @records_input()
     def __contains__(self, id: str) -> bool:
         self._catch_up()
-        return id in self._contents.artifacts
+        return id in self._contents
 
     @records_input()
     def count(self) -> int:
         self._catch_up()
-        return len(self._contents.artifacts)
+        return len(self._contents)
 
     @records_input()
     def __iter__(self) -> Iterator[Artifact]:
         self._catch_up()
-        return iter(list(self._contents.artifacts.values()))
+        return iter(self._contents)
 
     @records_input()
     def ancestors(self, id: str) -> list[str]:
@@ -317,9 +318,10 @@ class ArtifactStore(Samplable):
             self._contents.take(news)
 
     def _of(self, id: str) -> Artifact:
-        if id not in self._contents.artifacts:
+        artifact = self._contents.get(id)
+        if artifact is None:
             raise KeyError(f"the store {self.name!r} has no artifact {id!r}")
-        return self._contents.artifacts[id]
+        return artifact
 
     def _remove(self, id: str) -> None:
         self._contents.drop(id)
@@ -331,18 +333,16 @@ class ArtifactStore(Samplable):
         if self._file is not None:
             self._file.put(artifact, outcome)
 
-    def _pool(self) -> WeightedPool:
+    def _pool(self) -> Pool:
         self._catch_up()
         contents = self._contents
         if self._drawn is None or self._drawn[0] is not contents or self._drawn[1] != contents.version:
-            outcomes = [contents.outcome(id) for id in contents.artifacts]
-            pool = WeightedPool(list(contents.artifacts.values()), outcomes, contents.plays, self.sampling)
-            self._drawn = contents, contents.version, pool
+            self._drawn = contents, contents.version, self._indexes.whole.pool(contents, self.sampling)
         return self._drawn[2]
 
     def _free_id(self) -> str:
         names = (f"{self.name}-{number}" for number in itertools.count(self._contents.added))
-        return next(name for name in names if name not in self._contents.artifacts)
+        return next(name for name in names if name not in self._contents)
 
 
 class FrozenStore(ArtifactStore):
@@ -357,7 +357,7 @@ class FrozenStore(ArtifactStore):
             store.name, max_size=store.max_size, dedup=store.dedup, sampling=store.sampling, window=store.window
         )
         store._catch_up()
-        self._held = store._contents.copied()
+        self._held, self._indexes = store._contents.fork(), store._indexes
         self._preexisting_ids, self._split = store.preexisting_ids, store._split
         self._run, self._layers = store.run, dict[int | None, StoreContents]()
 
@@ -374,7 +374,7 @@ class FrozenStore(ArtifactStore):
         root = _root()
         outermost = root not in self._layers
         if outermost:
-            self._layers[root] = self._held.layer()
+            self._layers[root] = self._held.fork()
         try:
             yield
         finally:

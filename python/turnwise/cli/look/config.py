@@ -7,11 +7,16 @@ below each field. ``scripts/docs_pages.py`` writes the same reference as docs/co
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
+import inspect
+import itertools
 import re
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -70,7 +75,8 @@ def explain(name: str | None = None) -> str:
     # A section, else a key.
     wanted = name if name.startswith("policies.") else name.replace("-", "_")
     if section := next((entry for entry in sections.values() if _matches(entry.name, wanted)), None):
-        below = [entry for entry in sections.values() if entry.name.startswith(f"{section.name}.")]
+        inside = f"{section.name}."
+        below = [(entry.name, entry.summary) for entry in sections.values() if entry.name.startswith(inside)]
         lines = [f"{section.name}: {section.summary}", "", *map(_key_lines, section.keys)]
         lines += ["", "sections below:", _table(below, indent=2)] if below else []
         return "\n".join(lines)
@@ -89,25 +95,40 @@ def explain(name: str | None = None) -> str:
 
 
 def section_table(indent: int) -> str:
-    return _table(list_sections(), indent)
+    """Return a line for each section. It reads no source, as a command's help ends with it."""
+    return _table([(name or TOP, _summary(model)) for model, name in _walk(TrainConfig)], indent)
 
 
-def list_sections(model: type[BaseModel] = TrainConfig, name: str = "") -> Iterator[SectionEntry]:
-    """Yield the section of ``model``, whose dotted name is ``name``, and then every section below it."""
+def list_sections(model: type[BaseModel] = TrainConfig) -> Iterator[SectionEntry]:
+    """Yield the section of ``model`` and every section below it."""
+    for section, name in _walk(model):
+        yield SectionEntry(name or TOP, _summary(section), tuple(_keys(section, name)))
+
+
+def _walk(model: type[BaseModel], name: str = "") -> Iterator[tuple[type[BaseModel], str]]:
+    """Yield ``model`` with its dotted ``name``, and then every section below it."""
+    yield model, name
     dotted = f"{name}." if name else ""
-    below, keys = [], []
     for field_name, field in model.model_fields.items():
         if (section := _section_in(field.annotation)) is not None:
             named = get_origin(field.annotation) is dict
-            below.append((section, f"{dotted}{field_name}{'.NAME' if named else ''}"))
+            yield from _walk(section, f"{dotted}{field_name}{'.NAME' if named else ''}")
+
+
+def _summary(model: type[BaseModel]) -> str:
+    return _plain((model.__doc__ or "").strip().splitlines()[0])
+
+
+def _keys(model: type[BaseModel], name: str) -> Iterator[Key]:
+    """Yield the keys of a section, without those of the sections below."""
+    dotted, descriptions = f"{name}." if name else "", _descriptions(model)
+    for field_name, field in model.model_fields.items():
+        if _section_in(field.annotation) is not None:
             continue
         bounds = [f"{sign} {_number(value)}" for sign, value in _bounds(field.metadata)]
-        description = _plain(field.description or "")
+        description = _plain(descriptions.get(field_name, ""))
         type_ = _type_name(field.annotation)
-        keys.append(Key(f"{dotted}{field_name}", type_, ", ".join(bounds), _default_text(field), description))
-    yield SectionEntry(name or TOP, _plain((model.__doc__ or "").strip().splitlines()[0]), tuple(keys))
-    for section, below_name in below:
-        yield from list_sections(section, below_name)
+        yield Key(f"{dotted}{field_name}", type_, ", ".join(bounds), _default_text(field), description)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,10 +146,31 @@ def _key_lines(key: Key) -> str:
     return f"{key.name} = {key.default}    ({shape})\n    {key.description}"
 
 
-def _table(sections: Any, indent: int) -> str:
-    rows = [(section.name, section.summary) for section in sections]
+def _table(rows: list[tuple[str, str]], indent: int) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{'':{indent}}{name:<{width}}  {summary}" for name, summary in rows)
+
+
+@cache
+def _descriptions(model: type) -> dict[str, str]:
+    """Return the string below each field of ``model`` and of its bases, by the field's name."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        body = _classes_of(base.__module__).get(base.__name__, [])
+        for field, below in itertools.pairwise(body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = text
+    return found
+
+
+@cache
+def _classes_of(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the body of each class of ``module``, by its name. Its source is read only here, as that takes long."""
+    if not module.startswith("turnwise."):
+        return {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _plain(text: str) -> str:

@@ -37,8 +37,9 @@ from turnwise.tasks import build_task
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe
-from turnwise.train.log.run_log import RunLog, read_metrics
-from turnwise.train.run_folder import check_not_running
+from turnwise.train.log.lines import read_rows
+from turnwise.train.log.run_log import RunLog
+from turnwise.train.run_lock import check_not_running
 from turnwise.train.validate import config_from_dict, load_config
 from turnwise.utils import output
 from turnwise.utils.files import make_private
@@ -339,9 +340,9 @@ def plot(curves: Mapping[str, Mapping[str, Path]], path: Path) -> str:
     figure = Figure(figsize=(5 * len(curves), 4), layout="constrained")
     for axes, (task, folders) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         for name, folder in folders.items():
-            lines = [line for line in read_metrics(folder) if "validation" in line]
-            tokens = [line["total_sampled_tokens"] for line in lines]
-            axes.plot(tokens, [line["validation"] for line in lines], label=name)
+            rows = [row for row in read_rows(folder / "metrics.jsonl") if "validation" in row]
+            tokens = [row["total_sampled_tokens"] for row in rows]
+            axes.plot(tokens, [row["validation"] for row in rows], label=name)
         axes.set(
             title=task, xlabel="sampled tokens", ylabel="success, validation (greedy)", xlim=(0, None), ylim=(0, 1.02)
         )

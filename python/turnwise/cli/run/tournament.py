@@ -24,8 +24,9 @@ from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of
 from turnwise.tasks import Player, Task, build_task
 from turnwise.tasks.base import MatchTask, ScriptedTask
-from turnwise.train.checkpoint.checkpoint import list_checkpoints, load_weights
+from turnwise.train.checkpoint.checkpoint import load_weights
 from turnwise.train.checkpoint.files import read_tensors
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.checkpoint.progress import find_checkpoint
 from turnwise.train.config.rewards import FilterConfig
 from turnwise.train.config.sampling import LoopConfig, TreeConfig

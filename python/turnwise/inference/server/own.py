@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from turnwise.inference.common.experts import find_experts
 from turnwise.inference.common.http import EndpointError
-from turnwise.inference.common.routed_experts import find_experts
 from turnwise.inference.pool.client import PoolClient
 from turnwise.inference.routing import RoutingClient
 from turnwise.inference.server.client import VLLMServerClient

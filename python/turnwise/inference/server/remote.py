@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from turnwise.inference.common.experts import experts_from_text
 from turnwise.inference.common.http import Endpoint, EndpointError, reading
-from turnwise.inference.common.routed_experts import experts_from_text
 from turnwise.inference.server.launch import RPC
 from turnwise.inference.weights.lora import AdapterFiles
 from turnwise.inference.weights.weight_block import WeightHandle

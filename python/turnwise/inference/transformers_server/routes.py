@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
+from turnwise.inference.common.experts import experts_to_text
 from turnwise.inference.common.listening import Listener
-from turnwise.inference.common.routed_experts import experts_to_text
 from turnwise.inference.server.launch import REMOTE, RPC, Admission
 from turnwise.inference.transformers_server.engine import TransformersEngine, UnknownModelError
 from turnwise.inference.weights.weight_block import TransferError

@@ -1,5 +1,5 @@
 """Checkpoints of a run: files, random state, progress.
 
-Read in this order: checkpoint, files, weight_sets, shards, run_state, progress, vocabulary.
+Read in this order: listing, checkpoint, files, weight_sets, shards, run_state, progress, vocabulary.
 May import: utils, settings, arena, inference.common, inference.weights, train.config, train.model, train.terms.
 """

@@ -27,10 +27,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ import torch
 from torch import Tensor
 
 from turnwise.train.checkpoint.files import (
-    LARGEST,
     CheckpointMismatch,
     FrozenFiles,
     delete_unless_held,
@@ -49,18 +47,17 @@ from turnwise.train.checkpoint.files import (
     write_manifest,
     write_tensors,
 )
+from turnwise.train.checkpoint.listing import PREFIX, checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.run_state import generator_states, set_generator_states
 from turnwise.train.checkpoint.shards import check_shards, read_shards, read_whole
 from turnwise.train.checkpoint.weight_sets import WeightSet, check_fit, shard_like, weight_sets_of
-from turnwise.train.config.schema import TrainConfig
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import terms_of
-from turnwise.utils.files import read_json, sync_folder
+from turnwise.utils.files import sync_folder
 
 FORMAT, SHARDED_FORMAT = 4, 5
 """Formats of checkpoints with whole tensors, and with shards."""
 FORMATS = (FORMAT, SHARDED_FORMAT)
-_PREFIX = "step_"
 
 
 def save_checkpoint(
@@ -93,7 +90,7 @@ def save_checkpoint(
     complete = list_checkpoints(root)
     if final in complete:
         return final
-    for incomplete in root.glob(f".{_PREFIX}*.tmp"):  # left by a kill during writing or deleting
+    for incomplete in root.glob(f".{PREFIX}*.tmp"):  # left by a kill during writing or deleting
         shutil.rmtree(incomplete, ignore_errors=True)
     # Write all files to a temporary folder, and rename it at the end.
     temporary = root / f".{final.name}.tmp"
@@ -148,51 +145,6 @@ def _rename_and_prune(temporary: Path, final: Path, keep: int, protect: Collecti
     for old in list_checkpoints(root)[:-keep]:
         if old not in protected:
             delete_unless_held(old, root / f".{old.name}.tmp")
-
-
-def checkpoint_at(root: Path, step: int) -> Path:
-    """Return the path of the checkpoint of ``step`` under ``root``, which may not exist."""
-    return root / f"{_PREFIX}{step:08d}"
-
-
-def checkpoints_to_resume(config: TrainConfig) -> list[Path]:
-    """Return the checkpoints from which a run of ``config`` can go on, the newest last; none if it doesn't resume."""
-    return list_checkpoints(Path(config.run_dir) / "checkpoints") if config.resume else []
-
-
-def list_checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints under ``root``, oldest first, without those of :func:`ignored_checkpoints`.
-
-    A checkpoint with an unreadable manifest is included; loading it raises an error.
-    """
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if _reason_to_ignore(path) is None)
-
-
-def ignored_checkpoints(root: Path) -> dict[Path, str]:
-    """List folders under ``root`` that look like checkpoints but are not (copies, for example), with the reasons."""
-    reasons = {path: _reason_to_ignore(path) for path in sorted(root.glob(f"{_PREFIX}*"))}
-    return {path: reason for path, reason in reasons.items() if reason is not None}
-
-
-def _reason_to_ignore(path: Path) -> str | None:
-    if not re.fullmatch(rf"{_PREFIX}\d{{8}}", path.name):
-        return f"its name is not {_PREFIX!r} and eight digits"
-    manifest = path / "manifest.json"
-    try:
-        about = manifest.stat()
-    except OSError:
-        return "it has no manifest.json"
-    step = _step_of(manifest, about.st_mtime_ns, about.st_size)
-    return f"its manifest is that of step {step}" if step not in (None, int(path.name.removeprefix(_PREFIX))) else None
-
-
-@lru_cache(maxsize=1024)
-def _step_of(manifest: Path, changed: int, size: int) -> int | None:
-    """Return the step in a manifest, ``None`` if it is damaged. The cache avoids reading an unchanged file again."""
-    try:
-        return int(read_json(manifest, follow=True, most=LARGEST)["step"])
-    except (OSError, ValueError, LookupError, TypeError, OverflowError):
-        return None
 
 
 def load_checkpoint(path: Path, policies: Mapping[str, Policy]) -> tuple[int, dict[str, Any]]:

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from turnwise.inference.common.model_files import check_header
 from turnwise.inference.weights.weight_block import check_memory
+from turnwise.train.checkpoint.listing import LARGEST
 from turnwise.train.model.weights import bit_sum
 from turnwise.utils.files import link_or_copy, open_regular, read_json, replace_text, sync_folder
 
 _DIGEST = "sha256"
 """Manifest key of the digest of all other keys."""
-
-LARGEST = 1 << 31
-"""Most bytes of a manifest, which holds the artifacts of stores."""
 
 REMOTE_FORMAT = 6
 """Format of checkpoints without tensors, which a server holds."""

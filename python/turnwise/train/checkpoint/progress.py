@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from turnwise.train.checkpoint.checkpoint import checkpoint_at, list_checkpoints
-from turnwise.train.checkpoint.files import LARGEST, CheckpointError, hold
+from turnwise.train.checkpoint.files import CheckpointError, hold
+from turnwise.train.checkpoint.listing import LARGEST, checkpoint_at, list_checkpoints
 from turnwise.train.config.policies import steps_in_training
 from turnwise.train.config.schema import TrainConfig
 from turnwise.utils.files import expanded, read_json

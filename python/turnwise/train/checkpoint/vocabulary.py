@@ -8,8 +8,8 @@ from hashlib import blake2b
 from typing import Any
 
 from turnwise.settings.section import problem
-from turnwise.train.checkpoint.checkpoint import checkpoints_to_resume
 from turnwise.train.checkpoint.files import read_state
+from turnwise.train.checkpoint.listing import checkpoints_to_resume
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
 

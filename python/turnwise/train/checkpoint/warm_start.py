@@ -11,13 +11,9 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from turnwise.train.checkpoint.checkpoint import (
-    check_checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from turnwise.train.checkpoint.checkpoint import check_checkpoint, load_checkpoint, save_checkpoint
 from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.checkpoint.listing import list_checkpoints
 from turnwise.train.model.policy import Policy
 
 FOLDER = "warm_start"

@@ -87,11 +87,11 @@ class ClusterConfig(Section):
     """Seconds to wait until the cluster has resources for every process."""
     trust_network: bool = False
     """Join a Ray cluster that checks no token: anyone who reaches its ports can run code on it."""
-    learner: LearnerRolesConfig = LearnerRolesConfig()
+    learner: LearnerRolesConfig = Field(default_factory=LearnerRolesConfig)
     engines: dict[str, EnginesConfig] = Field(default_factory=dict)
     """Pools of engines by name; without one, the process of the loop samples by ``rollout.client``."""
-    arena: ArenaWorkersConfig = ArenaWorkersConfig()
-    faults: FaultsConfig = FaultsConfig()
+    arena: ArenaWorkersConfig = Field(default_factory=ArenaWorkersConfig)
+    faults: FaultsConfig = Field(default_factory=FaultsConfig)
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         config, default = run.config, ClusterConfig()
@@ -253,7 +253,7 @@ class LearnerConfig(Section):
 
     type: Literal["local", "tinker"] = "local"
     """``local`` trains here, or in shards over the processes of torchrun; ``tinker`` lets a server train."""
-    tinker: TinkerConfig = TinkerConfig()
+    tinker: TinkerConfig = Field(default_factory=TinkerConfig)
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         if self.is_remote and run.ranks > 1:

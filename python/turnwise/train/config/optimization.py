@@ -101,7 +101,7 @@ class LossConfig(Section):
     """Unit of the loss's average: tokens, sequences, or first the tokens of each actor."""
     max_length: int | None = Field(default=None, ge=1)
     """Divisor of ``seq-mean-token-sum-norm``, which needs it."""
-    kl: KLConfig = KLConfig()
+    kl: KLConfig = Field(default_factory=KLConfig)
     entropy_coef: float = 0.0
     """Coefficient of an entropy bonus."""
     entropy_target: float | None = Field(default=None, gt=0)
@@ -110,7 +110,7 @@ class LossConfig(Section):
     """Change of an adaptive coefficient per step."""
     importance_correction: CorrectionConfig | None = None
     """Truncated importance weights; needs ``update.old_logprobs = "recompute"``."""
-    masks: MasksConfig = MasksConfig()
+    masks: MasksConfig = Field(default_factory=MasksConfig)
     critic: CriticConfig | None = None
     """A trained critic; by default there is none."""
 

@@ -202,15 +202,15 @@ class RolloutConfig(PlayLimits):
     """Completions sampled at each action; more than 1 makes each episode a tree."""
     oversample: float = Field(default=1.0, ge=1)
     """Groups under way per group of a step; above 1, a step trains those that are whole first, the others later."""
-    tree: TreeConfig = TreeConfig()
+    tree: TreeConfig = Field(default_factory=TreeConfig)
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """Token limit of a completion, for actors without their own limit."""
     client: Literal["transformers", "vllm", "tinker"] = "transformers"
     """Engine that samples: transformers in this process, vLLM in servers, or the learner's server."""
-    vllm: VLLMConfig = VLLMConfig()
-    server: ServerConfig = ServerConfig()
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
     max_batch_rows: int = Field(default=512, ge=1)
     """Most completions that the client computes at the same time."""
     check_private: bool = False

@@ -9,15 +9,19 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
-from turnwise.arena import Episode
 from turnwise.train.config.schema import TrainConfig
+from turnwise.train.log.lines import TIME
 from turnwise.types import GenerateResult, MeasuredClient, PooledClient, RoutedClient, TrainingBatch
 from turnwise.utils.files import EVENTS, parse_json_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from turnwise.arena import Episode
 
 
 def summarize(
@@ -133,8 +137,6 @@ class ClientMetrics:
 
 
 # -- The cluster -------------------------------------------------------------------------------------------------------
-TIME = "cluster/time"
-"""Metric with the time at which a step began, in Unix seconds."""
 
 
 class ClusterMetrics:

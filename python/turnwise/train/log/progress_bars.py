@@ -68,9 +68,9 @@ class ProgressBars:
             self._progress.reset(task)
         self._progress.update(task, completed=done, total=total)
 
-    def rewind(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Go back to ``step`` finished steps. ``metrics`` are those of the last validated one among them."""
-        self.step(max(step, 0), {name: value for name, value in (metrics or {}).items() if name == "validation"})
+    def rewind(self, step: int, validation: float | None = None) -> None:
+        """Go back to ``step`` finished steps. ``validation`` is the last one among them."""
+        self.step(max(step, 0), {} if validation is None else {"validation": validation})
 
     def note(self, text: str) -> None:
         """Print ``text`` above the bars, as it is."""

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,8 +17,9 @@ from rich.console import Console
 from turnwise.arena.recording.rollouts_jsonl import json_line, plain_result
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe, plain_evaluation
+from turnwise.train.log.lines import append_lines, keep_steps, newest_lines, read_rows
 from turnwise.train.log.progress_bars import ProgressBars, curve_line
-from turnwise.train.log.writers import JsonLines, MetricWriter, append_lines, keep_steps, open_writers, read_lines
+from turnwise.train.log.writers import JsonLines, MetricWriter, open_writers
 from turnwise.types import GenerateResult, Tokenizer
 from turnwise.utils import output
 from turnwise.utils.files import make_private, replace_text
@@ -168,20 +170,20 @@ class RunLog:
         """Print one line, above the bars if they are shown."""
         self.bars.note(text)
 
-    def rewind(self, step: int) -> int:
+    def rewind(self, step: int, validation: float | None = None) -> int:
         """Drop the records after ``step``, and an incomplete last line, so that each step is written once.
 
-        Returns the number of later steps.
+        Returns the number of later steps. ``validation`` is the last one up to ``step``, which the bar shows.
         """
-        later = len({row["step"] for row in read_metrics(self.folder) if row["step"] > step})
+        dropped = takewhile(lambda line: line.row["step"] > step, newest_lines(self.folder / "metrics.jsonl"))
+        later = len({line.row["step"] for line in dropped})
         for writer in self.writers:
             writer.rewind(step)
         for name in ("rollouts.jsonl", "warnings.jsonl"):
             keep_steps(self.folder / name, step)
-        if any(row["step"] > step for row in read_metrics(self.folder, HELD_OUT)):
+        if any(row["step"] > step for row in read_rows(self.folder / HELD_OUT)):
             (self.folder / HELD_OUT).unlink()
-        validated = [row for row in read_metrics(self.folder) if "validation" in row]
-        self.bars.rewind(step, validated[-1] if validated else None)
+        self.bars.rewind(step, validation)
         return later
 
 
@@ -229,11 +231,3 @@ def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
         texts.append(text.removeprefix(prefix))
         before, start = start, end
     return texts
-
-
-def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl``, or of file ``name``, without an unfinished last line.
-
-    Raises ``ValueError`` naming a bad line.
-    """
-    return [row for _, row in read_lines(folder / name)]

@@ -7,19 +7,18 @@ creates no empty log.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
+from turnwise.train.log.lines import add_to_step, append_lines, keep_steps
 from turnwise.train.log.metrics import numbers_of
 from turnwise.train.log.prometheus import Prometheus
 from turnwise.train.log.secrets import hide_secrets
 from turnwise.train.log.weights_and_biases import WandB
-from turnwise.utils.files import bounded_lines, open_regular, open_to_append, parse_json_line, replace_text, replacing
 from turnwise.utils.values import problem
 
 if TYPE_CHECKING:
@@ -69,11 +68,7 @@ class JsonLines:
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add ``metrics`` to the row of ``step``, or to a new row at the end."""
-        rows = [row for _, row in read_lines(self.path)] if self.path.exists() else []
-        if all(row["step"] != step for row in rows):
-            rows.append({"step": step})
-        rows = [{**row, **(metrics if row["step"] == step else {})} for row in rows]
-        replace_text(self.path, "".join(json_line(row) + "\n" for row in rows))
+        add_to_step(self.path, step, metrics)
 
     def rewind(self, step: int) -> None:
         keep_steps(self.path, step)
@@ -123,48 +118,3 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-# -- Files of JSON lines, each with a step -----------------------------------------------------------------------------
-def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append ``rows`` to ``path``, one line each. Values that JSON can't express become numbers or strings."""
-    with open_to_append(path) as stream:
-        for row in rows:
-            stream.write(f"{json_line(row)}\n".encode())
-
-
-def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each line of ``path``, as bytes and parsed; nothing if there is no file.
-
-    An incomplete last line, which a kill may leave, is omitted. Raises ``ValueError`` naming the file and the line
-    for any other line that is not a JSON object with a step.
-    """
-    if not path.exists():
-        return
-    with open_regular(path) as stream:
-        for number, line in enumerate(bounded_lines(stream, path), 1):
-            try:
-                yield line.rstrip(b"\n") + b"\n", parse_line(line, path, number)
-            except ValueError:
-                if line.endswith(b"\n"):
-                    raise
-
-
-def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parse line ``number`` of the records in ``path``. Raises ``ValueError`` naming both."""
-    try:
-        row: dict[str, Any] = parse_json_line(line)
-        float(row["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}, line {number}: expected a JSON object with a step, got {line[:40]!r} ({error}). Fix or delete "
-            "the line"
-        ) from error
-    return row
-
-
-def keep_steps(path: Path, last: int) -> None:
-    """Drop the lines of steps after ``last``, and an incomplete last line."""
-    if path.exists():
-        with replacing(path) as kept:
-            kept.writelines(line for line, row in read_lines(path) if row["step"] <= last)

@@ -24,21 +24,10 @@ from turnwise.inference.common.hf_model import (
     without_recomputing,
 )
 from turnwise.inference.weights.lora import activated
-from turnwise.train.model.head import (
-    ENTROPIES,
-    LOGPROBS,
-    Head,
-    ModelInputs,
-    Needs,
-    Read,
-    Result,
-    from_hidden,
-    from_logits,
-    in_order,
-    read_tokens,
-)
+from turnwise.train.model.head import Head, ModelInputs, Result, from_hidden, from_logits, in_order, read_tokens
 from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad, trial
 from turnwise.train.model.support import causal_lm, facts_of, in_mode, stream_inputs
+from turnwise.types.passes import ENTROPIES, LOGPROBS, Needs, Read
 
 
 class Layout(NamedTuple):

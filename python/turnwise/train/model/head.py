@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,65 +21,12 @@ from turnwise.inference.common.token_masks import unpack_masks
 from turnwise.ops import linear_logprob, logprob
 from turnwise.train.model.support import softcap_of
 from turnwise.types import Column
+from turnwise.types.passes import Needs, Read
 
 MAX_LOGITS = 1 << 24
 """Logits that a chunk of tokens may have at a time: 64 MiB in float32."""
 
 Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropies [n]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Needs:
-    """Selects what a pass reads of each of the ``N`` tokens. Only the log-probs need no more than the sum of a row.
-
-    Example: ``Needs(entropy=True) | Needs(hidden=True)`` reads log-probs, entropies and hidden states
-    """
-
-    logprobs: bool = True
-    entropy: bool = False
-    squares: bool = False
-    """Sums of squares of all tokens' probabilities."""
-    hidden: bool = False
-    """Last hidden states of the tokens before, from packed rows."""
-    reference: bool = False
-    """Log-probs under the policy's reference, if it has one."""
-    others_Nk: Tensor | None = None
-    """Ids of other tokens whose log-probs are read; tokens under a grammar get those of no distribution."""
-    top_k: int = 0
-    """Number of most likely tokens to read, without a gradient."""
-    rows: int | None = None
-    """Number of tokens among which the most likely ones are, those of a smaller head."""
-
-    def __or__(self, other: Needs) -> Needs:
-        return Needs(
-            self.logprobs or other.logprobs,
-            self.entropy or other.entropy,
-            self.squares or other.squares,
-            self.hidden or other.hidden,
-            self.reference or other.reference,
-            self.others_Nk if other.others_Nk is None else other.others_Nk,
-            max(self.top_k, other.top_k),
-            self.rows if other.rows is None else other.rows,
-        )
-
-
-LOGPROBS, ENTROPIES = Needs(), Needs(entropy=True)
-
-
-class Read(NamedTuple):
-    """Results of a pass, per token, with gradients; ``None`` for what was not needed.
-
-    ``logprobs_N`` are those of ``log_softmax(logits / temperature)``, float32 (float64 from a float64 model).
-    """
-
-    logprobs_N: Any
-    entropies_N: Any = None
-    squares_N: Any = None
-    hidden_N: Any = None
-    others_Nk: Any = None
-    top_ids_Nk: Any = None
-    top_Nk: Any = None
-    reference_N: Any = None
 
 
 class ModelInputs(NamedTuple):

@@ -17,11 +17,11 @@ from turnwise.inference.weights.lora import AdaptedModel, SharedBase
 from turnwise.train.config.policies import OptimizerConfig
 from turnwise.train.config.schedule import RunPlace
 from turnwise.train.model.forward import Forward
-from turnwise.train.model.head import ENTROPIES, LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, explain_out_of_memory, micro_batches, smallest
 from turnwise.train.model.support import causal_lm, drops_out, linear_bytes_per_token
 from turnwise.train.model.weights import MasterWeights, bit_sums, count_not_finite, named_parameters, named_weights
 from turnwise.types import TrainingBatch
+from turnwise.types.passes import ENTROPIES, LOGPROBS, Needs, Read
 from turnwise.utils.memory import memory_capacity
 
 _SHARES = {"cuda": 0.5, "cpu": 0.25}
@@ -134,7 +134,7 @@ class Policy:
         self.build_optimizer()
 
     def read(self, micro: MicroBatch, needs: Needs = LOGPROBS) -> Read:
-        """Return what is needed of each packed completion token (:class:`~turnwise.train.model.head.Read`)."""
+        """Return what is needed of each packed completion token (:class:`~turnwise.types.passes.Read`)."""
         read: Read = self.forward.read(micro, needs)
         return read._replace(reference_N=self.reference_logprobs(micro)) if needs.reference else read
 

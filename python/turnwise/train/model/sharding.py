@@ -14,11 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from turnwise.inference.weights.lora import AdaptedModel
 from turnwise.train.model.forward import Forward
-from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.micro_batch import MicroBatch, Ranks
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.support import causal_lm
 from turnwise.train.model.weights import named_weights
+from turnwise.types.passes import LOGPROBS, Needs, Read
 
 
 class Root(nn.Module):

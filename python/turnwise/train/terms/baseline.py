@@ -12,22 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
-from turnwise.ops import optimal_token_baseline
 from turnwise.settings.section import RunFacts, Section
-from turnwise.train.model.head import Needs
-from turnwise.train.model.micro_batch import MicroBatch, pack
-from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
-from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
 from turnwise.types import GenerateResult, GroupedCredit, RowColumn, Sample, TrainingBatch
+from turnwise.types.passes import Needs
 from turnwise.utils.values import problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from turnwise.train.model.micro_batch import MicroBatch
+    from turnwise.train.model.policy import Policy
 
 GROUPS = "group_index"
 
@@ -90,7 +90,6 @@ class OptimalTokenBaseline(Term):
     def beside_advantage(self, config: Any) -> list[str]:
         return ["loss.baseline"] if self.is_on(config) else []
 
-    @torch.no_grad()
     def prepare(self, policy: Policy, batch: TrainingBatch, rows: np.ndarray, max_tokens: int | str) -> TrainingBatch:
         """Return ``batch`` with advantages per token for ``rows``. Raises ``ValueError`` for a batch without groups."""
         groups = batch.columns.get(GROUPS)
@@ -103,24 +102,30 @@ class OptimalTokenBaseline(Term):
         if not len(rows):
             return batch
 
+        import torch
+
+        from turnwise.ops import optimal_token_baseline
+        from turnwise.train.model.micro_batch import pack
+        from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
+
         def read_both(micro: MicroBatch) -> Tensor:
             read = policy.read(micro, Needs(squares=True))
             return torch.stack([read.logprobs_N, read.squares_N], dim=-1)
 
         policy.model.eval()
-        stream = policy.over_stream(
-            len(batch.token_ids), policy.cut(batch, rows, policy.micro_batch_tokens(max_tokens)), read_both
-        )
         whole = pack(batch, rows)
-        logprobs_N, squares_N = stream.cpu()[whole.token_N].unbind(-1)
-        advantages_N, returns_N = optimal_token_baseline(
-            at_last_token(whole.advantages_B, whole.row_N, whole.mask_N != 0),
-            logprobs_N,
-            squares_N,
-            torch.from_numpy(groups.values[rows]),
-            mask=whole.mask_N,
-            cu_seqlens=whole.cu_seqlens,
-        )
+        with torch.no_grad():
+            micros = policy.cut(batch, rows, policy.micro_batch_tokens(max_tokens))
+            stream = policy.over_stream(len(batch.token_ids), micros, read_both)
+            logprobs_N, squares_N = stream.cpu()[whole.token_N].unbind(-1)
+            advantages_N, returns_N = optimal_token_baseline(
+                at_last_token(whole.advantages_B, whole.row_N, whole.mask_N != 0),
+                logprobs_N,
+                squares_N,
+                torch.from_numpy(groups.values[rows]),
+                mask=whole.mask_N,
+                cu_seqlens=whole.cu_seqlens,
+            )
         trained = max(1, int((whole.mask_N != 0).sum()))
         self._mean = float((returns_N - advantages_N).double().sum()) / trained
         return with_token_advantages(batch, rows, whole, advantages_N)

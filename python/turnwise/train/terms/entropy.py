@@ -15,8 +15,8 @@ from typing import Any
 
 from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.terms.term import Added, Part, Term
+from turnwise.types.passes import ENTROPIES, Read
 from turnwise.utils.values import problem
 
 

@@ -17,11 +17,11 @@ from turnwise.samples.training_samples import penalize
 from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import KLConfig, LossConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.model.head import Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import terms_of
 from turnwise.train.terms.term import Part, Term
 from turnwise.types import Sample, TrainingBatch
+from turnwise.types.passes import Needs, Read
 from turnwise.utils.values import problem
 
 ERROR_BOUND = 0.2

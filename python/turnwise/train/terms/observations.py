@@ -9,21 +9,23 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
 from turnwise.settings.section import Section
-from turnwise.train.model.head import Read
-from turnwise.train.model.micro_batch import MicroBatch
-from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Added, Part, Term
 from turnwise.types import GenerateResult, Sample, TokenColumn, TrainingBatch
 from turnwise.types.columns import Stream
+from turnwise.types.passes import Read
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from turnwise.train.model.micro_batch import MicroBatch
+    from turnwise.train.model.policy import Policy
 
 MEAN, COUNT = "loss_observations", "observation_tokens"
 """Metrics: the mean cross entropy of the observed tokens, in nats, and their number."""
@@ -50,7 +52,7 @@ class Observed(TokenColumn):
         return replace(self, values=self.values != 0)
 
     def temperatures(self, temperature_N: Tensor) -> Tensor:
-        return torch.where(self.values, 1.0, temperature_N)
+        return temperature_N.masked_fill(self.values, 1.0)
 
 
 class ObservationMarks(Stage):

@@ -14,12 +14,12 @@ from turnwise.ops.loss.reference import correction_weights
 from turnwise.ops.loss.variants import LOG_RATIO_BOUND
 from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.model.head import ENTROPIES, Read
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.loss_types import make_variant
 from turnwise.train.terms.term import Part, Term
 from turnwise.types.columns import TOKEN_ADVANTAGES
+from turnwise.types.passes import ENTROPIES, Read
 from turnwise.utils.values import problem
 
 ESS, MEAN, SQUARE = "ess", "importance_weight", "importance_weight_square"

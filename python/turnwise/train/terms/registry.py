@@ -20,11 +20,11 @@ from turnwise.train.config.features import FEATURES, required, term_classes
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError
-from turnwise.train.model.head import LOGPROBS, Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.support import causal_lm
 from turnwise.train.terms.term import Part, Term
 from turnwise.types import TrainingBatch
+from turnwise.types.passes import LOGPROBS, Needs, Read
 from turnwise.utils.values import problem
 
 TERMS = (

@@ -12,19 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
 from turnwise.arena.stages.stage import Stage
-from turnwise.inference.common.routed_experts import NO_RECORD, Routers, find_experts, replaying, watch_routers
+from turnwise.inference.common.experts import NO_RECORD, find_experts
 from turnwise.settings.section import Section
-from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Term
 from turnwise.types import Column, GenerateResult, Sample
 from turnwise.types.columns import Places, Stream
+
+if TYPE_CHECKING:
+    from turnwise.inference.common.routed_experts import Routers
+    from turnwise.train.model.policy import Policy
 
 NAME = "routed_experts"
 """Name of the column, of the key of ``step.info``, and of the client's option that returns the experts."""
@@ -109,12 +111,13 @@ class StreamExperts(Column):
         if self.values is None:
             return self
         place = place.to(self.values.device)
-        experts = torch.where((place >= 0)[:, None, None], self.values[place], self.values.new_tensor(NO_RECORD))
-        return replace(self, values=experts)
+        return replace(self, values=self.values[place].masked_fill((place < 0)[:, None, None], NO_RECORD))
 
     def during(self, lm: Any, last: Any = None) -> AbstractContextManager[Any]:
         """Replay the experts. Raises ``ValueError`` for a dense model, a router of no known kind, and experts that are
         not those of ``lm``."""
+        from turnwise.inference.common.routed_experts import replaying
+
         if self.values is None:
             return nullcontext()
         routers_of(lm).check(self.values, f"{NAME} of the batch")
@@ -145,6 +148,8 @@ class RoutingReplay(Term):
         yield ExpertsToReplay()
 
     def model_problems(self, config: Any, name: str, lm: Any) -> Iterator[str]:
+        from turnwise.inference.common.routed_experts import watch_routers
+
         try:
             if config.rollout.routing_replay and watch_routers(lm) is None:
                 yield f"{ASKED}: policy {name!r} is a dense {type(lm).__name__}: expected a mixture of experts"
@@ -162,6 +167,8 @@ def routers_of(lm: Any) -> Routers:
 
     Raises ``ValueError`` for a dense model, and for a mixture of experts whose routers are of no known kind.
     """
+    from turnwise.inference.common.routed_experts import watch_routers
+
     if lm not in _routers:
         if (routers := watch_routers(lm)) is None:
             raise ValueError(f"{type(lm).__name__} is dense: expected a mixture of experts, to replay its experts")

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.model.head import ENTROPIES, Needs, Read
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import teachers_replace_rewards, terms_of
 from turnwise.train.terms.term import Added, Part, Term
 from turnwise.types import Actor, Sample
+from turnwise.types.passes import ENTROPIES, Needs, Read
 
 LEAST_REST = 1e-6
 """Smallest probability of the tokens that are not among the most likely ones."""

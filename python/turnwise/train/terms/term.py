@@ -1,6 +1,7 @@
 """The protocol of a term, and what one sees of a minibatch.
 
-A term is a file with a :class:`Term`, and a line in :data:`turnwise.train.config.features.FEATURES`.
+A term is a file with a :class:`Term`, and a line in :data:`turnwise.train.config.features.FEATURES`. The config's
+classes import such files, so neither this one nor they import torch before they compute.
 """
 
 from __future__ import annotations
@@ -8,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from turnwise.arena.stages.stage import Stage
-from turnwise.ops import aggregate
 from turnwise.settings.section import RunFacts, Section
-from turnwise.train.model.head import LOGPROBS, Needs, Read
-from turnwise.train.model.micro_batch import MicroBatch
-from turnwise.train.model.policy import Policy
 from turnwise.types import Sample, TrainingBatch
+from turnwise.types.passes import LOGPROBS, Needs, Read
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from turnwise.train.model.micro_batch import MicroBatch
+    from turnwise.train.model.policy import Policy
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Part:
 
     def aggregate(self, values_N: Tensor) -> Tensor:
         """Aggregate values per token as the policy loss is: the micro-batch's share of the minibatch's loss."""
+        from turnwise.ops import aggregate
+
         return aggregate(values_N, **self.layout)
 
 

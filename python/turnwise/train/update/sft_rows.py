@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.arena.recording.short_prompts import whole_steps
 from turnwise.chat.messages import ChatError, plain_messages
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Messages
 from turnwise.types.prompts import Prefix
+from turnwise.types.short_prompts import whole_steps
 from turnwise.utils.files import read_json_lines
 from turnwise.utils.values import check_texts, problem
 

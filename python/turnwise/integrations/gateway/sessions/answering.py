@@ -21,7 +21,8 @@ from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, GatewayC
 from turnwise.integrations.gateway.sessions.constrained import build_grammar
 from turnwise.integrations.gateway.sessions.limits import LONG, AttemptLimits
 from turnwise.integrations.gateway.wire.request import Choice, CompletedRequest, ParsedRequest, invalid
-from turnwise.types import OK, ModelResponse, Sampling, Step
+from turnwise.types import OK, Message, ModelResponse, Sampling, Step
+from turnwise.types.prompts import Prefix
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.threads import to_thread
 
@@ -101,9 +102,11 @@ class Answerer:
         self._decide_end(request)
         assert request.continues_answer is not None
         try:
-            return endpoint.chats.prompt(
+            prompt = endpoint.chats.prompt(
                 request.messages, request.tools, *request.instructions(), continues_answer=request.continues_answer
             )
+            request.messages = prompt.chat.tolist()  # equal ones, which the calls of the session share
+            return prompt
         except ChatError:
             raise
         except Exception as error:  # a template may raise anything for a chat that it doesn't take
@@ -117,7 +120,7 @@ class Answerer:
         literal = self.arena.is_evaluation
         if literal and request.seed is not None:
             seed = request.seed + index
-        _, prepared = self.arena.prepare(endpoint.actor, request.messages, prompt_token_ids=prompt.ids, seed=seed)
+        _, prepared = self.arena.prepare(endpoint.actor, prompt.chat, prompt_token_ids=prompt.ids, seed=seed)
         base: Sampling = prepared.sampling
         changes: dict[str, Any] = {"seed": seed, "max_tokens": base.max_tokens, "stop": request.stop}
         if request.max_tokens is not None:
@@ -140,7 +143,7 @@ class Answerer:
         request = call.request
         response = await self.arena.call_model(
             endpoint.actor,
-            request.messages,
+            prompt.chat,
             prompt_token_ids=prompt.ids,
             turn=call.turn,
             format=self.format,
@@ -198,7 +201,7 @@ class Answerer:
         if len(text := choice.content.strip()) >= DISTINCT and choice.finish != "length":
             endpoint.answers[text] = call.turn
         call.steps.append(step)
-        self.remember(endpoint, call.request, prompt.ids, choice, step)
+        self.remember(endpoint, call.request, prompt.ids, choice, step, prompt.chat)
 
     def remember(
         self,
@@ -207,6 +210,7 @@ class Answerer:
         prompt_ids: Sequence[int],
         choice: Choice,
         step: Step | None = None,
+        chat: Prefix[Message] | None = None,
     ) -> None:
         """Remember an answer, so that later chats may continue it."""
         self._decide_end(request)
@@ -218,7 +222,8 @@ class Answerer:
         )
         form, _ = request.instructions()
         ids = self.format.cut(choice.response.completion_token_ids)
-        endpoint.chats.add(before, request.tools, prompt_ids, ids, answer, step, form=form, stop=choice.stop_string)
+        stop = choice.stop_string
+        endpoint.chats.add(before, request.tools, prompt_ids, ids, answer, step, form=form, stop=stop, chat=chat)
 
     def remember_id(self, endpoint: ActorEndpoint, request: ParsedRequest, completed: CompletedRequest) -> None:
         """Remember the answers by the ids of their calls, and the chat by the id of its answer, for later requests."""

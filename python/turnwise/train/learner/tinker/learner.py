@@ -30,13 +30,13 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.learner.learner import RunShares, Show, T, Updated, Weights
 from turnwise.train.learner.tinker.remote import Passed, RemoteAdapter, RemotePolicy
 from turnwise.train.learner.tinker.wire import server_loss, stream_of, wire_rows
-from turnwise.train.model.head import Read
 from turnwise.train.model.micro_batch import SINGLE_RANK, minibatches, pack
 from turnwise.train.terms.registry import Terms
 from turnwise.train.terms.term import Part
 from turnwise.train.update.log import UpdateLog, describe_bad_rows
 from turnwise.train.update.update import rows_of
 from turnwise.types import TrainingBatch
+from turnwise.types.passes import Read
 from turnwise.utils.values import problem
 
 STATES = "tinker.json"

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.types import Message, Step
+from turnwise.types.completions import Message
+from turnwise.types.play import Step
 from turnwise.types.prompts import Growing, Prefix, as_tokens, kept
 
 FOLLOWS = "follows"
