@@ -13,9 +13,9 @@ from turnwise.report import ReportLimits, read_rollouts, read_run
 from turnwise.report.curves import spread
 from turnwise.report.read import choose
 from turnwise.train.log.run_log import RunLog
-from turnwise.types import GenerateResult, Rollout, Step
+from turnwise.types import GenerateResult, Rollout
 
-from .hand_made import HOSTILE, Words, call
+from .hand_made import HOSTILE, chat_run
 
 
 def test_limits_are_counts(tmp_path):
@@ -85,18 +85,6 @@ def test_the_whole_episode_is_there(made_run):
     assert run["episodes"][0]["seed"] == str(2**62 + 1)
     json.dumps(run, allow_nan=False)
     assert run["contributions"] is None
-
-
-def chat_run(folder) -> list[Step]:
-    """Log a chat of three turns; returns its calls."""
-    words, steps, chat, ids = Words(), [], [], [1]
-    for turn, text in enumerate(("one", "two", "three")):
-        chat = [*chat, {"role": "user", "content": f"turn {turn}"}]
-        steps.append(call(words, "alice", turn, text, prompt=chat, prompt_token_ids=ids))
-        chat = [*chat, {"role": "assistant", "content": text}]
-        ids = [*ids, *steps[-1].completion_token_ids, 1]
-    RunLog(folder, 1).step(1, {}, [GenerateResult(Rollout("r1", "chat", None, steps))])
-    return steps
 
 
 def test_a_page_holds_each_message_of_a_chat_once(tmp_path):

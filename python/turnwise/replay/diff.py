@@ -75,7 +75,7 @@ def _differences(
     expected: Mapping[str, Any], found: Mapping[str, Any], tokenizer: Tokenizer
 ) -> Iterator[FirstDifference]:
     episode = f"episode {expected['id']} ({expected['episode_type']})"
-    short = zip_longest(expected["steps"], found["steps"], fillvalue={})
+    short: Iterator[tuple[Any, Any]] = zip_longest(expected["steps"], found["steps"], fillvalue={})
     whole = zip_longest(whole_steps(expected["steps"]), whole_steps(found["steps"]))
     same = True
     for index, ((old_part, new_part), (old, new)) in enumerate(zip(short, whole, strict=True)):
@@ -115,8 +115,8 @@ def _step_differences(
     if not same_prompt:
         old, new = ({**each, "prompt": list(each["prompt"]), "prompt_token_ids": None} for each in (old, new))
     old, new = ({**each, "info": _of_the_call(each.get("info", {}))} for each in (old, new))
-    compared = (name for name in old if name not in _STEP_OF_THE_BATCH and not (same_prompt and name in _OF_A_PROMPT))
-    for name in compared:
+    compared = old.keys() - {*_STEP_OF_THE_BATCH, *(_OF_A_PROMPT if same_prompt else ())}
+    for name in filter(compared.__contains__, old):
         if pair := _pair(old[name], new.get(name)):
             yield FirstDifference(_title(name), where, *pair)
 
