@@ -30,7 +30,8 @@ from turnwise.train.log.writers import append_lines
 from turnwise.train.resume_queue import sampler_state
 from turnwise.types import EpisodeRequest, EpisodeState, GenerateResult, Rollout, RolloutFacts
 from turnwise.workers.messages import JobResult
-from turnwise.workers.stores import apply_outcomes, dumps_pending, read_snapshots, snapshots
+from turnwise.workers.snapshots import SnapshotReader, StoreSnapshot
+from turnwise.workers.stores import apply_outcomes, dumps_pending
 
 CHANGES = 50
 RESULT = 20_000
@@ -81,18 +82,20 @@ def to_workers(size: int) -> Callable[[], Counts]:
     """Make what workers get of a store before a batch, with a change since the last one."""
     store = filled(size)
     first = next(iter(store)).id
-    snapshots({"questions": store}, evaluation=False)
+    latest = [StoreSnapshot(0, {"questions": store}, evaluation=False)]
 
     def work() -> Counts:
         store.record(first, 1.0)
-        return {"sent": len(snapshots({"questions": store}, evaluation=False))}
+        latest.append(StoreSnapshot(len(latest), {"questions": store}, evaluation=False))
+        return {"sent": len(latest[-1].since(latest[-2]))}
 
     return work
 
 
 def outcomes(groups: int) -> Callable[[], None]:
     """Join the results of groups that each added an artifact."""
-    [worker] = read_snapshots(snapshots({"questions": ArtifactStore("questions")}, evaluation=False)).values()
+    sent = StoreSnapshot(0, {"questions": ArtifactStore("questions")}, evaluation=False).since(None)
+    [worker] = SnapshotReader().read(sent).values()
     played = []
     for root in range(groups):
         context = EpisodeContext(Rollout(f"e{root}", "ask", None), EpisodeState(), LazyRandom(root), root=root)
@@ -104,7 +107,8 @@ def outcomes(groups: int) -> Callable[[], None]:
 
     def work() -> None:
         stores = {"questions": ArtifactStore("questions")}
-        assert len(apply_outcomes(stores, played, {"ask": True})) == stores["questions"].count() == groups
+        ids = apply_outcomes(stores, played, {"ask": True})
+        assert len([ids.results_of(each) for each in played]) == stores["questions"].count() == groups
 
     return work
 

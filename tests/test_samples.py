@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from turnwise.samples.collect import collect_samples
-from turnwise.types import GenerateResult, Rollout, Step, StepFacts
+from turnwise.types import GenerateResult, Rollout, RowColumn, Step, StepFacts
 
 
 def step(actor: str | None = "solver", **fields: Any) -> Step:
@@ -41,7 +41,7 @@ def test_every_field_comes_across() -> None:
     assert (sample.rollout_logprobs, sample.policy_versions) == ([-0.1, -0.2], [(2, 7)])
     assert (sample.reward, sample.trajectory_reward) == (0.25, 1.0)
     assert (sample.temperature, sample.loss_mask) == (0.7, [1, 0])
-    assert sample.info is given.info and sample.facts is given.facts
+    assert sample.info is given.info and sample.facts is given.facts and sample.step is given
     # The rollout's reward stands in for the steps.
     first, second = collect_samples([result("r", [step(), step(reward=0.5)], {"solver": 1.0})])
     assert (first.reward, second.reward, second.trajectory_reward) == (1.0, 0.5, 1.0)
@@ -117,3 +117,27 @@ def test_samples_are_the_trainable_calls(seed: int) -> None:
     rows = [(s.root_result, s.rollout_id, s.step_index, s.actor, s.reward, s.trajectory_reward) for s in samples]
     assert rows == expected, f"seed {seed}"
     assert all(type(sample.reward) is type(sample.trajectory_reward) is float for sample in samples)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_samples_that_are_used_again_are_as_new_ones(seed: int) -> None:
+    draw = random.Random(seed)
+    results = [drawn_result(draw, str(number)) for number in range(12)]
+    earlier = collect_samples(results)
+    for sample in earlier:  # as a stage and an override of assign_credit may leave them
+        sample.reward, sample.trajectory_reward, sample.weight = -9.0, -9.0, 0.5
+        sample.columns["x"] = RowColumn(1)
+        sample.advantage = 7.0
+    steps = [one for top in results for node in top.walk() for one in node.rollout.steps]
+    for one in steps:
+        one.advantage = draw.random()
+        one.reward = draw.choice([one.reward, 2.5, None])
+        if draw.random() < 0.2:
+            one.info["loss_mask"], one.info["token_advantages"] = [1], [0.5]
+    if steps and seed % 2:
+        draw.choice(steps).trainable ^= True
+    fresh, again = collect_samples(results), collect_samples(results, earlier)
+    assert again == fresh and [s.columns.keys() for s in again] == [s.columns.keys() for s in fresh]
+    pairs = zip(again, fresh, strict=True)
+    assert all(a.step is b.step and a.root_result is b.root_result for a, b in pairs)
+    assert seed % 2 or all(one is other for one, other in zip(again, earlier, strict=True))

@@ -240,6 +240,92 @@ def test_numbers_of_other_types_and_rows_that_are_no_lists():
                 assert batch.rollout_logprobs.tolist() == [0, 0, 0, -1, 0]
 
 
+class Joined:
+    """A sequence that is made where it is read."""
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def __len__(self):
+        return sum(map(len, self.parts))
+
+    def __iter__(self):
+        raise AssertionError("one number at a time")
+
+    def __array__(self, dtype=None, copy=None):
+        return np.concatenate([np.array(part, np.int32) for part in self.parts])
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+def test_arrays_of_all_kinds_are_packed_as_lists_are():
+    """Rows of one kind, and of several in one batch."""
+    rng = random.Random(1)
+    ids = {
+        "list": list,
+        "tuple": tuple,
+        "int32": lambda row: np.array(row, np.int32),
+        "uint16": lambda row: np.array(row, np.uint16),
+        "every second": lambda row: np.repeat(np.array(row, np.int64), 2)[::2],
+        "array": lambda row: array("i", row),
+        "tensor": lambda row: torch.tensor(row, dtype=torch.long),
+        "lazy": lambda row: Joined([row[:1], row[1:]]),
+    }
+    values = {
+        "list": list,
+        "float32": lambda row: np.array(row, np.float32),
+        "float64": lambda row: np.array(row, np.float64),
+        "array": lambda row: array("d", row),
+        "tensor": lambda row: torch.tensor(row, dtype=torch.float64).requires_grad_(),
+    }
+    rows = [
+        ([rng.randrange(60_000) for _ in range(rng.randrange(5))], [rng.randrange(9)], [-rng.expovariate(1.0)])
+        for _ in range(40)
+    ]
+    whole = pack(
+        [sample_of(prompt_token_ids=p, completion_token_ids=c, rollout_logprobs=v) for p, c, v in rows], {}, {}
+    )
+    for kinds in (
+        [[(name, name if name in values else "float32")] for name in ids]
+        + [[("list", name)] for name in values]
+        + [[(p, v) for p in ids for v in values]]
+    ):
+        samples = []
+        for prompt, completion, logprobs in rows:
+            of_ids, of_values = rng.choice(kinds)
+            samples.append(
+                sample_of(
+                    prompt_token_ids=ids[of_ids](prompt),
+                    completion_token_ids=ids[of_ids](completion),
+                    rollout_logprobs=values[of_values](logprobs),
+                )
+            )
+        batch = pack(samples, {}, {})
+        for name in ("token_ids", "cu_seqlens", "loss_mask", "rollout_logprobs"):
+            mine, other = getattr(batch, name), getattr(whole, name)
+            assert mine.dtype == other.dtype and mine.tobytes() == other.tobytes(), (kinds, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"prompt_token_ids": np.array([1.0, 2.0])}, TypeError, r"prompt_token_ids\[0\]=.*1\.0.*: expected a token id"),
+        ({"prompt_token_ids": np.array([1, -2])}, ValueError, r"prompt_token_ids\[1\]=.*-2.*: expected a token id"),
+        ({"prompt_token_ids": np.array([2**63], np.uint64)}, ValueError, r"prompt_token_ids\[0\]=.*expected a token"),
+        ({"prompt_token_ids": np.array([[1], [2]])}, TypeError, r"prompt_token_ids\[0\]=.*: expected a token id"),
+        ({"rollout_logprobs": np.array([-1.0, np.nan])}, ValueError, r"logprobs\[1\]=.*nan.*: expected a log-prob"),
+        ({"rollout_logprobs": np.array([-1e39, 0.0])}, ValueError, r"logprobs\[0\]=.*: expected a log-prob"),
+        ({"rollout_logprobs": np.array(["a", "b"])}, TypeError, r"logprobs\[0\]=.*: expected a log-prob"),
+    ],
+)
+@pytest.mark.parametrize("others", [list, np.array])
+def test_a_wrong_array_is_named(changes, error, message, others):
+    fine = sample_of(
+        prompt_token_ids=others([1]), completion_token_ids=others([5, 6]), rollout_logprobs=others([-1.0, -1.0])
+    )
+    with pytest.raises(error, match=f"^step 3 of rollout 'r': {message}"):
+        pack([fine, sample_of(**changes)], {}, {})
+
+
 TOKEN = "a token id, a whole number from 0 to 2147483647"
 LOGPROB = "a log-probability, a finite number"
 NO_TOKENS = [
@@ -376,6 +462,29 @@ def test_greedy_completions_do_not_train(make_arena, case):
     assert (batch.actors, len(batch), batch.dropped) == (["other"], 2, {"greedy": 2})
     held_out = asyncio.run(arena.evaluation().generate_rollouts(requests))
     assert all(step.trainable and not step.facts.greedy for one in held_out for step in one.rollout.steps)
+
+
+def test_what_an_override_changes_after_the_rule_is_packed(make_arena):
+    """The samples that the rule saw are packed, with what the steps have by then."""
+
+    class Ask(SingleTurnEpisode):
+        episode_type, actor, rubric = "ask", "solver", Rubric([lambda completion: 1.0])
+
+        def get_prompt(self, artifact):
+            return "?"
+
+    arena = make_arena(lambda *_: "4", episodes=[Ask()], credit=ConstantCredit())
+    results = asyncio.run(arena.generate_rollouts([EpisodeRequest("ask", "q") for _ in range(5)]))
+    arena.assign_credit(results)
+    first, second, third, *_ = (result.rollout.steps[0] for result in results)
+    first.advantage, second.advantage, third.trainable = 7.0, 0.0, False
+    first.info["loss_mask"], first.reward = [0] * len(first.completion_token_ids), 3.0
+    batch = arena.build_training_batch(results)
+    assert batch.advantages.tolist() == [7.0, 1.0, 1.0] and batch.rewards.tolist() == [3.0, 1.0, 1.0]
+    assert batch.dropped == {"zero_advantage": 1, "not_trainable": 1}
+    assert not batch.loss_mask[: batch.cu_seqlens[1]].any() and batch.loss_mask.any()
+    again = arena.build_training_batch(results)
+    assert again.token_ids.tobytes() == batch.token_ids.tobytes() and again.metrics == batch.metrics
 
 
 def test_means_by_cause_add_up_to_the_mean_of_the_total():

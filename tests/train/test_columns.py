@@ -82,6 +82,29 @@ def test_joined_samples_are_as_they_were() -> None:
         assert batch.token_ids[start] == 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_values_are_joined_at_once_as_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 4, (8, 2))
+    makes: list[Any] = [list, np.array, lambda row: np.array(row, np.float64)][: 1 + seed % 3]
+    for kind in (TokenColumn, CompletionColumn):
+        rows = [rng.normal(size=total).tolist() for total in (lengths * kind.of_tokens).sum(axis=1)]
+        parts = [kind(makes[rng.integers(len(makes))](row)) if rng.random() < 0.7 else None for row in rows]
+        parts[0] = kind(makes[0](rows[0] or [0.0]))
+        if not rows[0]:
+            lengths[0, 1] = 1
+        wanted = []
+        for part, (prompt, completion) in zip(parts, lengths, strict=True):
+            own = [] if part is None else np.asarray(part.values).tolist()
+            wanted += [0.0] * (prompt + completion - len(own)) + own
+        joined: Any = kind.checked(parts, lengths, str)
+        np.testing.assert_array_equal(joined.values, np.array(wanted, joined.values.dtype))
+        wrong = int(rng.integers(1, 8))
+        parts[wrong] = kind([*(np.nan for _ in rows[wrong][1:]), np.inf] if rows[wrong] else [1.0])
+        with pytest.raises(ValueError, match=f"^{wrong}=.*: expected {len(rows[wrong])} finite numbers"):
+            kind.checked(parts, lengths, str)
+
+
 def test_fresh_rows_and_no_rows_keep_their_columns() -> None:
     kept = drop_stale(pack(SAMPLES, {}, {}), {"default": 3})
     assert kept.dropped == {"stale": 3} and kept.columns.keys() == ALL

@@ -49,7 +49,7 @@ from turnwise.types import (
     TrainingBatch,
     capabilities_of,
 )
-from turnwise.types.prompts import kept
+from turnwise.types.prompts import prompt_tokens
 from turnwise.types.protocols import ResponseCache
 
 
@@ -196,15 +196,15 @@ class Arena(ArenaSetup):
         """Set ``Step.advantage`` of every trainable step. Call it once per batch: the rule may learn from each call."""
         self.shape_rewards(results)
         samples = collect_samples(results)
-        self.stages.collected(self, results, samples)
-        self._notes = BatchNotes(set_advantages(results, samples, self.credit))
+        self.stages.collected(self, samples)
+        self._notes = BatchNotes(set_advantages(results, samples, self.credit), samples=samples)
         self.stages.credited(self, results, samples, self._notes)
 
     def build_training_batch(self, results: Sequence[GenerateResult]) -> TrainingBatch:
         """Pack the steps that train. Raises ``ValueError`` if :meth:`assign_credit` did not run on ``results``."""
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
-        causes = self._notes.causes
-        samples, drops = training_samples(results, filters, causes, partial(self.stages.prepare, self))
+        causes, earlier, self._notes.samples = self._notes.causes, self._notes.samples, ()
+        samples, drops = training_samples(results, filters, causes, partial(self.stages.prepare, self), earlier)
         metrics = describe(results) | self._notes.metrics | count_without_advantage(samples, causes)
         metrics |= self.stages.selected(self, results, samples)
         batch = pack(samples, drops, metrics)
@@ -251,7 +251,7 @@ class Arena(ArenaSetup):
                     response = only_response(request, responses)
                 else:
                     weights = (request.policy, self.client.version(request.policy))
-                    key = (weights, tuple(kept(request, "prompt_token_ids")), request.sampling)
+                    key = (weights, tuple(prompt_tokens(request)), request.sampling)
                     response = await cache.answer(self.client, key, partial(self.generate, request, actor_id))
             except Exception as error:
                 call.fail(error)

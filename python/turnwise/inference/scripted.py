@@ -12,6 +12,7 @@ from typing import Any
 from turnwise.chat.tokenizers import own_copy
 from turnwise.inference.common.base import ClientBase, find_policy, stop_check
 from turnwise.types import ContextLengthError, FinishReason, Messages, ModelError, ModelRequest, ModelResponse
+from turnwise.types.prompts import prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,9 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``token_ids``: ``<eos>`` for the end of sequence unless skipped, U+FFFD for other invalid ids."""
+        token_ids = list(token_ids)
+        if max(token_ids, default=0) < 256:
+            return bytes(token_ids).decode(errors="replace")
         end = b"" if skip_special_tokens else b"<eos>"
         parts = (bytes([token]) if token < 256 else end if token == 256 else b"\xff" for token in token_ids)
         return b"".join(parts).decode(errors="replace")
@@ -163,18 +167,18 @@ class ScriptedClient(ClientBase):
 
     def _check(self, request: ModelRequest) -> None:
         self.version(request.policy)
-        if len(request.prompt_token_ids) == 0:
+        if len(prompt_tokens(request)) == 0:
             raise ValueError("prompt_token_ids is empty: expected at least one token")
-        if self.context_length is not None and len(request.prompt_token_ids) + 1 > self.context_length:
+        if self.context_length is not None and len(prompt_tokens(request)) + 1 > self.context_length:
             raise ContextLengthError(
-                f"prompt of {len(request.prompt_token_ids)} tokens leaves no room in a context of {self.context_length}"
+                f"prompt of {len(prompt_tokens(request))} tokens leaves no room in a context of {self.context_length}"
             )
 
     def _line(self, request: ModelRequest) -> ScriptLine | Awaitable[ScriptLine]:
         if callable(self.script):
             return self.script(request)
         if isinstance(self.script, Mapping):
-            prompt = tuple(request.prompt_token_ids)
+            prompt = tuple(prompt_tokens(request))
             text = self._tokenizer.decode(list(prompt), skip_special_tokens=False)
             for key, line in self.script.items():
                 if key in text if isinstance(key, str) else tuple(key) == prompt:
@@ -203,9 +207,9 @@ class ScriptedClient(ClientBase):
             ids = list(self._tokenizer.encode(reply.text, add_special_tokens=False)) + end
         limit = request.sampling.max_tokens
         if self.context_length is not None:
-            limit = min(limit, self.context_length - len(request.prompt_token_ids))
+            limit = min(limit, self.context_length - len(prompt_tokens(request)))
         stops = {*end, *request.sampling.stop_token_ids}
-        stopped = stop_check(request.sampling, self._tokenizer, request.prompt_token_ids) or (lambda ids: False)
+        stopped = stop_check(request.sampling, self._tokenizer, prompt_tokens(request)) or (lambda ids: False)
         stop = next(
             (index for index, token in enumerate(ids[:limit]) if token in stops or stopped(ids[: index + 1])), None
         )
@@ -217,5 +221,5 @@ class ScriptedClient(ClientBase):
             logprobs=logprobs,
             finish_reason=reply.finish_reason or ("length" if stop is None else "stop"),
             policy_versions=[(len(ids), self._versions[request.policy])] if ids else [],
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=prompt_tokens(request),
         )

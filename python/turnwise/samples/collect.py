@@ -6,31 +6,52 @@ from collections import Counter
 from collections.abc import Sequence
 from math import isfinite
 
-from turnwise.types import CHILD, CompletionColumn, GenerateResult, Rollout, Sample
+from turnwise.types import CHILD, Column, CompletionColumn, GenerateResult, Rollout, Sample, Step
 from turnwise.types.columns import TOKEN_ADVANTAGES
-from turnwise.types.prompts import kept
+from turnwise.types.prompts import prompt_tokens
 
 
-def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
+def nodes_of(results: Sequence[GenerateResult]) -> list[GenerateResult]:
+    """Return ``results`` and all results below them, parents first."""
+    return [node for top in results for node in (top.walk() if top.children else (top,))]
+
+
+def collect_samples(results: Sequence[GenerateResult], earlier: Sequence[Sample] = ()) -> list[Sample]:
     """Return one :class:`Sample` per trainable model call of ``results`` and of all results below them, parents first.
 
     It leaves out failed rollouts, results with ``is_trainable=False`` (but not their children), judges
     (``actor_id=None``), steps with ``trainable=False``, and calls that were aborted or have no token.
     ``step_index`` is the index in ``rollout.steps``, so ``(rollout_id, step_index)`` identifies the step.
 
+    ``earlier`` are the samples of an earlier call with these results. Those of the steps that still train, up to the
+    first that doesn't, are used again with the rewards, advantages, masks and columns that their steps have now.
+
     Raises ``ValueError`` for a trainable step if neither the step nor its actor has a reward, and for a reward that is
     not finite.
 
     Example: a result with one rollout of two steps gives two samples, ``step_index`` 0 and 1.
     """
-    samples = [
-        _sample_of(top, node, index, step.actor_id)
-        for top in results
-        for node in top.walk()
-        if node.is_trainable and node.rollout.error is None
-        for index, step in enumerate(node.rollout.steps)
-        if step.actor_id is not None and step.trainable and step.finish_reason != "abort" and step.completion_token_ids
-    ]
+    samples: list[Sample] = []
+    known = iter(earlier)
+    for top in results:
+        for node in top.walk() if top.children else (top,):
+            rollout = node.rollout
+            if not node.is_trainable or rollout.error is not None:
+                continue
+            for index, step in enumerate(rollout.steps):
+                actor = step.actor_id
+                if actor is None or not step.trainable or step.finish_reason == "abort":
+                    continue
+                if not len(step.completion_token_ids):
+                    continue
+                reward, trajectory_reward = _rewards(rollout, index, step, actor)
+                sample = next(known, None)
+                if sample is not None and sample.step is step:
+                    _read_again(sample, step, reward, trajectory_reward)
+                else:
+                    known = iter(())
+                    sample = _sample_of(top, node, index, step, actor, reward, trajectory_reward)
+                samples.append(sample)
     _weigh_children(samples)
     return samples
 
@@ -38,17 +59,24 @@ def collect_samples(results: Sequence[GenerateResult]) -> list[Sample]:
 def _weigh_children(samples: Sequence[Sample]) -> None:
     """Have all children of one actor in one attempt weigh as much as one: 1 / n each, if n of them train."""
     of_children = [sample for sample in samples if sample.attempt_id is not None]
+    if not of_children:
+        return
     trajectories = {(sample.attempt_id, sample.actor, sample.rollout_id) for sample in of_children}
     counts = Counter((attempt, actor) for attempt, actor, _ in trajectories)
     for sample in of_children:
         sample.weight = 1 / counts[sample.attempt_id, sample.actor]
 
 
-def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str) -> Sample:
+def _sample_of(
+    top: GenerateResult,
+    node: GenerateResult,
+    index: int,
+    step: Step,
+    actor: str,
+    reward: float,
+    trajectory_reward: float,
+) -> Sample:
     rollout = node.rollout
-    step = rollout.steps[index]
-    reward, trajectory_reward = _rewards(rollout, index, actor)
-    advantages = step.info.get(TOKEN_ADVANTAGES)
     # Positional arguments, in the order of the fields: keywords take 1.5 times as long.
     return Sample(
         node.group_id,
@@ -60,7 +88,7 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         rollout.id,
         index,
         step.policy,
-        kept(step, "prompt_token_ids"),
+        prompt_tokens(step),
         step.completion_token_ids,
         step.completion_logprobs,
         step.policy_versions,
@@ -75,16 +103,30 @@ def _sample_of(top: GenerateResult, node: GenerateResult, index: int, actor: str
         step.reward is not None,
         step.info,
         top,
-        {} if advantages is None else {TOKEN_ADVANTAGES: CompletionColumn(advantages)},
+        _own_columns(step),
+        rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
+        1.0,
+        step,
         facts=step.facts,
-        attempt_id=rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
     )
 
 
-def _rewards(rollout: Rollout, index: int, actor: str) -> tuple[float, float]:
+def _read_again(sample: Sample, step: Step, reward: float, trajectory_reward: float) -> None:
+    """Set what stages, the credit rule or an override may have changed, in the sample or in its step."""
+    sample.reward, sample.trajectory_reward, sample.has_step_reward = reward, trajectory_reward, step.reward is not None
+    sample.advantage, sample.weight = step.advantage, 1.0
+    sample.loss_mask = step.info.get("loss_mask") if step.info else None
+    sample.columns = _own_columns(step)
+
+
+def _own_columns(step: Step) -> dict[str, Column]:
+    advantages = step.info.get(TOKEN_ADVANTAGES) if step.info else None
+    return {} if advantages is None else {TOKEN_ADVANTAGES: CompletionColumn(advantages)}
+
+
+def _rewards(rollout: Rollout, index: int, step: Step, actor: str) -> tuple[float, float]:
     """Return a step's own reward and its actor's for the rollout. If one is missing, the other replaces it."""
-    step = rollout.steps[index]
-    of_actor = rollout.rewards_of(step)
+    of_actor = rollout.rewards_of(step) if "ends" in step.info else rollout.rewards
     of_step, of_rollout = step.reward, of_actor.get(actor)
     if of_step is None:
         of_step = of_rollout
@@ -99,6 +141,12 @@ def _rewards(rollout: Rollout, index: int, actor: str) -> tuple[float, float]:
             f"rewarded actors are {sorted(of_actor)}"
         )
     raise ValueError(f"{name} has reward {of_rollout if isfinite(of_step) else of_step!r}: expected a finite number")
+
+
+def step_of(sample: Sample) -> Step:
+    """Return the step of a sample of :func:`collect_samples`."""
+    assert sample.step is not None
+    return sample.step
 
 
 def step_name(sample: Sample) -> str:

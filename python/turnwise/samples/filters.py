@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from turnwise.types import Sample
 from turnwise.types.columns import TOKEN_ADVANTAGES
+from turnwise.types.prompts import prompt_tokens
 
 StepKey = tuple[str, int]
 """Identifies a step in a batch: the rollout's id and the step's index in it."""
@@ -47,26 +48,33 @@ class Filters:
 
         ``zero_causes`` has the credit rule's causes of advantages of 0.
         """
-        return [self._cause(sample, zero_causes or {}) for sample in samples]
-
-    def _cause(self, sample: Sample, zero_causes: Mapping[StepKey, str]) -> str | None:
-        if self.drop_truncated and sample.finish_reason == "length":
-            return "truncated"
-        if self.drop_zero_advantage and _has_none(sample) and not (self.keep is not None and self.keep(sample)):
-            return zero_causes.get((sample.rollout_id, sample.step_index), ZERO_ADVANTAGE)
-        length = len(sample.prompt_token_ids) + len(sample.completion_token_ids)
-        return "max_length" if self.max_length is not None and length > self.max_length else None
+        causes: list[str | None] = [None] * len(samples)
+        # Of several causes the last one here counts.
+        if self.max_length is not None:
+            for row, sample in enumerate(samples):
+                if len(prompt_tokens(sample)) + len(sample.completion_token_ids) > self.max_length:
+                    causes[row] = "max_length"
+        if self.drop_zero_advantage:
+            for row, cause in _without_advantage(samples, zero_causes or {}):
+                if self.keep is None or not self.keep(samples[row]):
+                    causes[row] = cause
+        if self.drop_truncated:
+            for row, sample in enumerate(samples):
+                if sample.finish_reason == "length":
+                    causes[row] = "truncated"
+        return causes
 
 
 def count_without_advantage(samples: Sequence[Sample], zero_causes: Mapping[StepKey, str]) -> dict[str, float]:
     """Return ``without_advantage/<cause>``: the number of ``samples`` that train without an advantage, by cause."""
-    causes = Counter(
-        zero_causes.get((sample.rollout_id, sample.step_index), ZERO_ADVANTAGE)
-        for sample in samples
-        if _has_none(sample)
-    )
+    causes = Counter(cause for _, cause in _without_advantage(samples, zero_causes))
     return {f"without_advantage/{cause}": count for cause, count in causes.items()}
 
 
-def _has_none(sample: Sample) -> bool:
-    return sample.advantage == 0 and TOKEN_ADVANTAGES not in sample.columns
+def _without_advantage(samples: Sequence[Sample], zero_causes: Mapping[StepKey, str]) -> list[tuple[int, str]]:
+    """Return the row of each sample with advantage 0, also for each of its tokens, and the cause."""
+    return [
+        (row, zero_causes.get((sample.rollout_id, sample.step_index), ZERO_ADVANTAGE))
+        for row, sample in enumerate(samples)
+        if sample.advantage == 0 and TOKEN_ADVANTAGES not in sample.columns
+    ]

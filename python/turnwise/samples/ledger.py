@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from turnwise.types import GenerateResult, Rollout, RolloutFacts, Sample, Step, StepFacts
+from turnwise.samples.collect import nodes_of, step_of
+from turnwise.types import GenerateResult, Rollout, RolloutFacts, Sample, StepFacts
 
 
 def note(facts: StepFacts | RolloutFacts, what: str, name: str, before: float | None, after: float | None) -> None:
@@ -40,7 +41,7 @@ def noted(rollout: Rollout, name: str) -> Iterator[None]:
 @contextmanager
 def noted_results(results: Sequence[GenerateResult], name: str) -> Iterator[None]:
     """Note what a block changes in the rewards of all steps and rollouts of ``results``."""
-    rollouts = [node.rollout for top in results for node in top.walk()]
+    rollouts = [node.rollout for node in nodes_of(results)]
     of_actors = [dict(rollout.rewards) for rollout in rollouts]
     steps = [step for rollout in rollouts for step in rollout.steps]
     of_steps = [step.reward for step in steps]
@@ -54,27 +55,20 @@ def noted_results(results: Sequence[GenerateResult], name: str) -> Iterator[None
 
 
 @contextmanager
-def noted_samples(results: Sequence[GenerateResult], samples: Sequence[Sample], name: str) -> Iterator[None]:
+def noted_samples(samples: Sequence[Sample], name: str) -> Iterator[None]:
     """Note what a block changes in the rewards of samples, which their steps keep."""
     before = [sample.reward for sample in samples]
     yield
-    changed = [sample.reward != reward for sample, reward in zip(samples, before, strict=True)]
-    for step, sample, reward in zip(_steps(results, samples) if any(changed) else (), samples, before, strict=False):
-        note(step.facts, "reward", name, reward, sample.reward)
+    if before != [sample.reward for sample in samples]:
+        for sample, reward in zip(samples, before, strict=True):
+            note(sample.facts, "reward", name, reward, sample.reward)
 
 
 @contextmanager
-def noted_advantages(results: Sequence[GenerateResult], samples: Sequence[Sample], name: str) -> Iterator[None]:
-    """Note what a block changes in the advantages of the steps of ``samples``."""
-    steps = _steps(results, samples)
+def noted_advantages(samples: Sequence[Sample], name: str) -> Iterator[None]:
+    """Note what a block changes in the advantages of the steps of ``samples``, which :func:`collect_samples` made."""
+    steps = list(map(step_of, samples))
     before = [step.advantage for step in steps]
     yield
     for step, advantage in zip(steps, before, strict=True):
         note(step.facts, "advantage", name, advantage, step.advantage)
-
-
-def _steps(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> list[Step]:
-    if not samples:
-        return []
-    steps = {node.rollout.id: node.rollout.steps for top in results for node in top.walk()}
-    return [steps[sample.rollout_id][sample.step_index] for sample in samples]

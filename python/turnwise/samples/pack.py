@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from turnwise.samples.collect import step_name
 from turnwise.samples.training_samples import Drops
 from turnwise.types import Column, Sample, TrainingBatch
 from turnwise.types.columns import Places
+from turnwise.types.prompts import prompt_tokens
 
 K = TypeVar("K", bound=Hashable)
 
@@ -34,12 +36,8 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
     rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
     rollout_logprobs[is_completion] = logprobs
     cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), lengths.sum(axis=1).cumsum()])
-    # A sample's own loss mask replaces the default, in which every completion token trains.
     loss_mask = is_completion.astype(np.uint8)
-    for row, sample in enumerate(samples):
-        if sample.loss_mask is not None:
-            end, length = cu_seqlens[row + 1], lengths[row, 1]
-            loss_mask[end - length : end] = _check_loss_mask(sample.loss_mask, length, step_name(sample))
+    _set_own_masks(loss_mask, samples, lengths)
     columns = _join_columns(samples, lengths)
     for column in columns.values():
         loss_mask = column.trained(loss_mask)
@@ -56,7 +54,11 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         actor_index=actor_index,
         policy_index=policy_index,
         min_version=np.array(
-            [min([version for _, version in sample.policy_versions]) for sample in samples], dtype=np.int64
+            [
+                spans[0][1] if len(spans) == 1 else min([version for _, version in spans])
+                for spans in [sample.policy_versions for sample in samples]
+            ],
+            dtype=np.int64,
         ),
         actors=actors,
         policies=policies,
@@ -69,37 +71,76 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
 def _join_columns(samples: Sequence[Sample], lengths: np.ndarray) -> dict[str, Column]:
     """Check and join the columns that any of ``samples`` has."""
     kinds: dict[str, type[Column]] = {}
-    for sample, (prompt, completion) in zip(samples, lengths.tolist(), strict=True):
+    for sample in samples:
         for name, column in sample.columns.items():
             kinds.setdefault(name, type(column))
-            column.check(prompt, completion, f"{step_name(sample)}: {name}")
-    return {name: kind.join([each.columns.get(name) for each in samples], lengths) for name, kind in kinds.items()}
+
+    def join(name: str, kind: type[Column]) -> Column:
+        parts = [sample.columns.get(name) for sample in samples]
+        return kind.checked(parts, lengths, lambda row: f"{step_name(samples[row])}: {name}")
+
+    return {name: join(name, kind) for name, kind in kinds.items()}
 
 
 def _join(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the token ids ``[N]`` int64 of all prompts and completions in turn, the lengths ``[B, 2]`` of each prompt
     and completion, and the float32 log-probabilities of all completion tokens."""
-    tokens: list[int] = []
-    values: list[float] = []
-    lengths: list[tuple[int, int]] = []
+    ids: list[Any] = [None] * (2 * len(samples))
+    ids[::2] = [prompt_tokens(sample) for sample in samples]
+    ids[1::2] = [sample.completion_token_ids for sample in samples]
+    values = [sample.rollout_logprobs for sample in samples]
     try:
-        for sample in samples:
-            tokens.extend(sample.prompt_token_ids)
-            tokens.extend(sample.completion_token_ids)
-            values.extend(sample.rollout_logprobs)
-            lengths.append((len(sample.prompt_token_ids), len(sample.completion_token_ids)))
-            if len(sample.rollout_logprobs) != lengths[-1][1]:
-                _check_lists(sample)
-        # array() takes less time than NumPy, and rejects floats as token ids.
-        token_ids, logprobs = np.array(array("q", tokens), np.int64), np.array(array("f", values), np.float32)
-        valid = bool(((token_ids >= 0) & (token_ids <= MAX_TOKEN_ID)).all() and np.isfinite(logprobs).all())
+        lengths = np.array(list(map(len, ids)), np.int64).reshape(-1, 2)
+        valid = list(map(len, values)) == lengths[:, 1].tolist()
+        if valid:
+            token_ids, logprobs = _flat(ids, "q"), _flat(values, "f")
+            valid = len(token_ids) == lengths.sum() and len(logprobs) == lengths[:, 1].sum()
+            valid = valid and token_ids.min(initial=0) >= 0 and token_ids.max(initial=0) <= MAX_TOKEN_ID
+            valid = valid and bool(np.isfinite(logprobs).all())
     except (TypeError, OverflowError):
         valid = False
     if not valid:
         for sample in samples:
             _check_lists(sample)
         raise RuntimeError("a sample's token ids or log-probabilities changed while they were packed")
-    return token_ids, np.array(lengths, np.int64).reshape(-1, 2), logprobs
+    return token_ids, lengths, logprobs
+
+
+_CODES: dict[str, tuple[Any, str]] = {"q": (np.int64, "iu"), "f": (np.float32, "iuf"), "d": (np.float64, "biuf")}
+"""Type codes of ``array``, with NumPy's type and the kinds of arrays that it takes."""
+
+
+def _flat(parts: Sequence[Any], code: str) -> np.ndarray:
+    """Join sequences of numbers to one array of a type code: ``"q"`` int64, ``"f"`` float32, ``"d"`` float64.
+
+    Arrays are copied by their buffers. ``array`` reads lists, as it takes less time than NumPy, and rejects floats as
+    token ids. Raises ``TypeError`` and ``OverflowError`` for what is no such number.
+    """
+    dtype, kinds = _CODES[code]
+    types = set(map(type, parts))
+    if not types <= {list, tuple}:
+        try:
+            joined = np.concatenate(parts if types == {np.ndarray} else [_array(part, code) for part in parts])
+        except ValueError:  # not all of them have one axis
+            joined = np.empty((0, 0))
+        if joined.ndim == 1 and joined.dtype.kind in kinds:
+            with np.errstate(over="ignore"):  # infinite log-probabilities are found later
+                return joined.astype(dtype, copy=False)
+    return np.array(array(code, list(chain.from_iterable(parts))), dtype)
+
+
+def _array(part: Any, code: str) -> np.ndarray:
+    """Return an array of any type as NumPy's, and the numbers of a list as one."""
+    if isinstance(part, np.ndarray):
+        return part
+    if isinstance(part, array):
+        return np.asarray(part)
+    if hasattr(part, "__array__"):
+        try:
+            return np.asarray(part.__array__())
+        except (TypeError, RuntimeError):  # a tensor on a GPU, or with a gradient
+            pass
+    return np.array(array(code, list(part)))
 
 
 def _check_lists(sample: Sample) -> None:
@@ -137,6 +178,28 @@ def _check_lists(sample: Sample) -> None:
                 raise error(f"{name}: {column}[{index}]={value!r:.80}: expected {expected}")
 
 
+def _set_own_masks(loss_mask: np.ndarray, samples: Sequence[Sample], lengths: np.ndarray) -> None:
+    """Set the places of the completions that bring a mask in ``loss_mask [N]`` uint8.
+
+    Raises ``ValueError`` unless each has a 0 or 1 per token.
+    """
+    rows = [row for row, sample in enumerate(samples) if sample.loss_mask is not None]
+    if not rows:
+        return
+    masks: list[Any] = [samples[row].loss_mask for row in rows]
+    try:
+        values = _flat(masks, "d") if list(map(len, masks)) == lengths[rows, 1].tolist() else None
+        valid = values is not None and bool(((values == 0) | (values == 1)).all())
+    except (TypeError, ValueError, OverflowError):
+        valid = False
+    if not valid:
+        given = [_check_loss_mask(samples[row].loss_mask, lengths[row, 1], step_name(samples[row])) for row in rows]
+        values = np.concatenate(given)
+    own = np.zeros(lengths.shape, dtype=bool)
+    own[rows, 1] = True
+    loss_mask[np.repeat(own.ravel(), lengths.ravel())] = values
+
+
 def _check_loss_mask(mask: Any, length: int, name: str) -> np.ndarray:
     """Return the loss mask of a row as ``[C]`` uint8. Raises ``ValueError`` unless it has a 0 or 1 per token."""
     given = np.asarray(mask)
@@ -169,11 +232,12 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     ``actors`` and ``policies`` stay whole, so that their indices stay valid. ``drops`` and ``metrics`` do not change.
     """
     chosen = np.arange(len(batch))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
-    spans = [np.arange(batch.cu_seqlens[row], batch.cu_seqlens[row + 1]) for row in chosen]
-    places = Places(chosen, np.concatenate([np.arange(0), *spans]))
+    lengths = np.diff(batch.cu_seqlens)[chosen]
+    ends = lengths.cumsum()
+    places = Places(chosen, np.arange(lengths.sum()) + np.repeat(batch.cu_seqlens[chosen] - (ends - lengths), lengths))
     fields: dict[str, Any] = {name: getattr(batch, name)[places.tokens] for name in TOKEN_FIELDS}
     fields |= {name: getattr(batch, name)[chosen] for name in ROW_FIELDS}
-    fields["cu_seqlens"] = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.diff(batch.cu_seqlens)[chosen])])
+    fields["cu_seqlens"] = np.concatenate([np.zeros(1, dtype=np.int64), ends])
     fields["columns"] = {name: column.select(places) for name, column in batch.columns.items()}
     return replace(batch, **fields, drops=dict(batch.drops))
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
+from turnwise.samples.collect import nodes_of
 from turnwise.types import CHILD, GenerateResult
 
 SHORTENED = "shortened"
 """Key of the info of a step whose chat was shortened to fit the context (``Episode.on_context``)."""
+
+NO_CHILD: Mapping[str, Any] = MappingProxyType({})
 
 MEANS = (
     "reward",
@@ -56,34 +62,47 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     mean change of the team's value by an action; with a teacher, ``teacher_kl/<actor>``, the mean of the sampled
     tokens' log-probabilities minus the teacher's, which estimates the reverse KL per token.
     """
-    # Rewards and metrics of episodes without an error.
-    rollouts = [result.rollout for top in results for result in top.walk()]
+    # Rewards and metrics of episodes without an error. A child's reward that is its attempt's is counted there.
+    rollouts = [node.rollout for node in nodes_of(results)]
+    valid = [rollout for rollout in rollouts if rollout.error is None]
+    paid = [rollout for rollout in valid if not rollout.meta.get(CHILD, NO_CHILD).get("inherits", False)]
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
-    for rollout, metrics in zip(rollouts, with_zero_counts([rollout.metrics for rollout in rollouts]), strict=True):
-        if rollout.error is None:
-            rewards, raw_rewards = rollout.rewards, rollout.facts.raw_rewards or {}
-            if rollout.meta.get(CHILD, {}).get("inherits", False):
-                rewards, raw_rewards = {}, {}  # counted with its attempt
-            for kind, values in (("reward", rewards), ("metric", metrics), ("raw_reward", raw_rewards)):
-                for name, value in values.items():
-                    means[kind][name].append(value)
+    known = with_zero_counts([rollout.metrics for rollout in rollouts])
+    for kind, each in (
+        ("reward", [rollout.rewards for rollout in paid]),
+        ("metric", [metrics for rollout, metrics in zip(rollouts, known, strict=True) if rollout.error is None]),
+        ("raw_reward", [rollout.facts.raw_rewards or {} for rollout in paid]),
+    ):
+        of_kind = means[kind]
+        for values in each:
+            for name, value in values.items():
+                of_kind[name].append(value)
 
     # Tokens, also of failed attempts, group functions, playouts and judges; lengths by actor.
     sampled = sum(
-        rollout.facts.lost_tokens + rollout.meta.get("group", {}).get("sampled_tokens", 0) for rollout in rollouts
+        rollout.facts.lost_tokens + (rollout.meta["group"].get("sampled_tokens", 0) if "group" in rollout.meta else 0)
+        for rollout in rollouts
     )
-    shortened = Counter[str]()
     playout_tokens = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
-    for step in (step for rollout in rollouts for step in rollout.steps):
-        actor, length = step.actor_id, len(step.completion_token_ids)
-        sampled += 0 if actor is None and step.facts.cached else length
-        if actor is not None:
-            means["completion_tokens"][actor].append(length)
-            means["truncated"][actor].append(step.finish_reason == "length")
-            shortened[f"shortened/{actor}"] += SHORTENED in step.info
-            for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
-                if (value := getattr(step.facts, kind)) is not None:
-                    means[kind][actor].append(value)
+    steps = [step for rollout in rollouts for step in rollout.steps]
+    lengths = [len(step.completion_token_ids) for step in steps]
+    shortened: dict[str, int] = {}
+    tokens, truncated = means["completion_tokens"], means["truncated"]
+    for step, length in zip(steps, lengths, strict=True):
+        if (actor := step.actor_id) is None:
+            sampled += 0 if step.facts.cached else length
+            continue
+        tokens[actor].append(length)
+        truncated[actor].append(step.finish_reason == "length")
+        if SHORTENED in step.info:
+            shortened[actor] = shortened.get(actor, 0) + 1
+    sampled += sum([length for step, length in zip(steps, lengths, strict=True) if step.actor_id is not None])
+    facts = [step.facts for step in steps]
+    for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
+        column = list(map(attrgetter(kind), facts))
+        for step, value in zip(steps, column, strict=True) if column.count(None) < len(column) else ():
+            if value is not None and step.actor_id is not None:
+                means[kind][step.actor_id].append(value)
 
     # Counts come first, then the means.
     counts: dict[str, float] = {
@@ -94,7 +113,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     }
     if playout_tokens:
         counts["playout_tokens"] = playout_tokens
-    counts |= {name: count for name, count in shortened.items() if count}
+    counts |= {f"shortened/{actor}": shortened[actor] for actor in tokens if actor in shortened}
     for rollout in rollouts:
         for name, count in (rollout.facts.mishaps or {}).items():
             counts[name] = counts.get(name, 0) + count

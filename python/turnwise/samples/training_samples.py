@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.samples.collect import collect_samples, step_name
+from turnwise.samples.collect import collect_samples, nodes_of, step_name, step_of
 from turnwise.samples.filters import Filters, StepKey
 from turnwise.types import CreditAssigner, ExplainedCredit, GenerateResult, Sample, Step
 
@@ -28,19 +28,29 @@ REASONS: dict[str, Reason] = {
 Drops = dict[tuple[str, str], int]
 """Number of model calls that don't train, by ``(actor, cause)``."""
 
+Prepare = Callable[[Sequence[Sample]], Mapping[int, str]]
+"""Prepares samples for the trainer. Returns the causes for which some can't train, by their place."""
+
+
+def constrained(samples: Sequence[Sample]) -> dict[int, str]:
+    """Leave out samples under a grammar, as :data:`Prepare` does where no stage sets what they need."""
+    return {place: "constrained" for place, sample in enumerate(samples) if sample.facts.grammar is not None}
+
 
 def training_samples(
     results: Sequence[GenerateResult],
     filters: Filters,
     zero_causes: Mapping[StepKey, str] | None = None,
-    prepare: Callable[[Sample], str] = lambda sample: "constrained" if sample.facts.grammar is not None else "",
+    prepare: Prepare = constrained,
+    earlier: Sequence[Sample] = (),
 ) -> tuple[list[Sample], Drops]:
     """Return the samples that train, and counts of the model calls that don't, without judges.
 
-    ``prepare`` sets what the trainer needs of a sample, and returns the cause for which it can't train, if there is
-    one. Raises ``ValueError`` for a sample without an advantage.
+    ``prepare`` sets what the trainer needs of samples, and returns the causes for which some can't train, by their
+    place. ``earlier`` are samples to use again, see :func:`~turnwise.samples.collect.collect_samples`. Raises
+    ``ValueError`` for a sample without an advantage.
     """
-    samples = collect_samples(results)
+    samples = collect_samples(results, earlier)
     for sample in samples:
         if sample.advantage is None:
             raise ValueError(
@@ -48,21 +58,24 @@ def training_samples(
                 "call assign_credit(results) before build_training_batch(results)"
             )
     causes = filters.causes(samples, zero_causes)
-    for row, sample in enumerate(samples):
-        if causes[row] is None:
-            causes[row] = prepare(sample) or None
-    filtered = Counter((sample.actor, cause) for sample, cause in zip(samples, causes, strict=True) if cause)
-    kept = [sample for sample, cause in zip(samples, causes, strict=True) if cause is None]
-    return kept, dict(_count_excluded(results, samples) + filtered)
+    rows = [row for row, cause in enumerate(causes) if cause is None]
+    for place, cause in prepare([samples[row] for row in rows]).items():
+        causes[rows[place]] = cause
+    dropped = _count_excluded(results, samples)
+    dropped.update((sample.actor, cause) for sample, cause in zip(samples, causes, strict=True) if cause)
+    return [sample for sample, cause in zip(samples, causes, strict=True) if cause is None], dict(dropped)
 
 
 def _count_excluded(results: Sequence[GenerateResult], samples: Sequence[Sample]) -> Counter[tuple[str, str]]:
     """Count the model calls that are not trainable, by actor and reason, without judges."""
+    nodes = nodes_of(results)
+    calls = sum([step.actor_id is not None for node in nodes for step in node.rollout.steps])
+    if calls == len(samples):
+        return Counter()
     trainable = {(sample.rollout_id, sample.step_index) for sample in samples}
     return Counter(
         (step.actor_id, next((name for name, holds in REASONS.items() if holds(node, step)), "no_tokens"))
-        for top in results
-        for node in top.walk()
+        for node in nodes
         for index, step in enumerate(node.rollout.steps)
         if step.actor_id is not None and (node.rollout.id, index) not in trainable
     )
@@ -116,14 +129,13 @@ def set_advantages(
     Return the causes of advantages of 0; empty if the rule has no ``zero_causes``.
     """
     advantages = advantages_of(samples, credit, results)
-    steps_of = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
-    keys = [(sample.rollout_id, sample.step_index) for sample in samples]
-    for (rollout_id, index), advantage in zip(keys, advantages.tolist(), strict=True):
-        steps_of[rollout_id][index].advantage = advantage
+    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+        step_of(sample).advantage = advantage
     zeros = np.flatnonzero(advantages == 0).tolist()
     if not isinstance(credit, ExplainedCredit) or not zeros:
         return {}
-    return {keys[row]: cause for row, cause in zip(zeros, credit.zero_causes(samples, zeros), strict=True)}
+    keys = [(samples[row].rollout_id, samples[row].step_index) for row in zeros]
+    return dict(zip(keys, credit.zero_causes(samples, zeros), strict=True))
 
 
 def state_of(credit: CreditAssigner | None) -> dict[str, Any] | None:

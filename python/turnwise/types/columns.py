@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -37,6 +38,15 @@ class Stream(NamedTuple):
     places: Callable[[np.ndarray], np.ndarray]
 
 
+def flat(parts: Sequence[Any], dtype: Any = None) -> np.ndarray:
+    """Join lists or arrays of numbers to one array ``[n]``, by default of the first one's type."""
+    if set(map(type, parts)) == {list}:
+        first = np.asarray(parts[0]).dtype if dtype is None else dtype
+        return np.array(list(chain.from_iterable(parts)), dtype=first)
+    arrays = [np.asarray(part, dtype=dtype) for part in parts]
+    return np.concatenate(arrays, dtype=arrays[0].dtype, casting="unsafe")
+
+
 class Column:
     """Base of all kinds. A sample's column has its own values; a batch's those of all rows, as NumPy arrays; and that
     of a micro-batch those of its tokens, as tensors."""
@@ -52,6 +62,15 @@ class Column:
     def join(cls, parts: Sequence[Any], lengths: np.ndarray) -> Column:
         """Join the columns of samples; ``None`` for those without. ``lengths [B, 2]`` count prompts and completions."""
         raise NotImplementedError
+
+    @classmethod
+    def checked(cls, parts: Sequence[Any], lengths: np.ndarray, name: Callable[[int], str]) -> Column:
+        """Return :meth:`join` of ``parts``, after :meth:`check` of each; ``name(row)`` is the name of one."""
+        if cls.check is not Column.check:
+            for row, (part, (prompt, completion)) in enumerate(zip(parts, lengths.tolist(), strict=True)):
+                if part is not None:
+                    part.check(prompt, completion, name(row))
+        return cls.join(parts, lengths)
 
     def trained(self, loss_mask: np.ndarray) -> np.ndarray:
         """Return the batch's ``loss_mask [N]`` without tokens that can't train."""
@@ -120,30 +139,44 @@ class TokenColumn(Column):
 
     dtype: ClassVar[Any] = None
     """Type of the joined values, by default that of the first sample's."""
+    of_tokens: ClassVar[tuple[bool, bool]] = (True, True)
+    """Which tokens have values: those of prompts, those of completions."""
+    per: ClassVar[str] = "token of prompt and completion"
+    """What has a value, in errors."""
 
     def check(self, prompt: int, completion: int, name: str) -> None:
-        self._check_length(prompt + completion, name, "token of prompt and completion")
-
-    def _check_length(self, length: int, name: str, what: str) -> None:
+        length = prompt * self.of_tokens[0] + completion * self.of_tokens[1]
         try:
             values = np.asarray(self.values, dtype=self.dtype)
             valid = values.shape == (length,) and bool(np.isfinite(values).all())
         except (TypeError, ValueError):
             valid = False
         if not valid:
-            raise ValueError(f"{name}={self.values!r:.80}: expected {length} finite numbers, one per {what}")
+            raise ValueError(f"{name}={self.values!r:.80}: expected {length} finite numbers, one per {self.per}")
 
     @classmethod
     def join(cls, parts: Sequence[Self | None], lengths: np.ndarray) -> Self:
-        given = {
-            end: np.asarray(part.values, dtype=cls.dtype)
-            for part, end in zip(parts, lengths.sum(axis=1).cumsum(), strict=True)
-            if part is not None
-        }
-        joined = np.zeros(lengths.sum(), dtype=next(iter(given.values())).dtype)
-        for end, values in given.items():
-            joined[end - len(values) : end] = values
+        has = np.fromiter((part is not None for part in parts), dtype=bool, count=len(parts))
+        values = flat([part.values for part in parts if part is not None], cls.dtype)
+        joined = np.zeros(lengths.sum(), dtype=values.dtype)
+        joined[np.repeat((has[:, None] & np.array(cls.of_tokens)).ravel(), lengths.ravel())] = values
         return cls(joined)
+
+    @classmethod
+    def checked(cls, parts: Sequence[Any], lengths: np.ndarray, name: Callable[[int], str]) -> Column:
+        """Look at all values at once, and at each sample's where that finds fault."""
+        own = [part for part in parts if part is not None]
+        has = np.array([part is not None for part in parts])
+        types = {getattr(part.values, "dtype", None) for part in own}
+        try:
+            same = cls.check is TokenColumn.check and (cls.dtype is not None or len(types) == 1)
+            fits = [len(part.values) for part in own] == (lengths * cls.of_tokens).sum(axis=1)[has].tolist()
+            joined = cls.join(parts, lengths) if same and fits else None
+            if joined is not None and np.isfinite(joined.values).all():
+                return joined
+        except (TypeError, ValueError):
+            pass
+        return super().checked(parts, lengths, name)
 
     def select(self, places: Places) -> Self:
         return replace(self, values=self.values[places.tokens])
@@ -154,9 +187,8 @@ class CompletionColumn(TokenColumn):
     """One number per completion token: a sample's ``[C]``, or those of a stream ``[N]`` float32, 0 on prompts."""
 
     dtype: ClassVar[Any] = np.float32
-
-    def check(self, prompt: int, completion: int, name: str) -> None:
-        self._check_length(completion, name, "completion token")
+    of_tokens: ClassVar[tuple[bool, bool]] = (False, True)
+    per: ClassVar[str] = "completion token"
 
 
 @dataclass(frozen=True, eq=False)

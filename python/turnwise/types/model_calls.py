@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from turnwise.types.completions import Message, ParsedCompletion
-from turnwise.types.prompts import shares
+from turnwise.types.prompts import prompt_tokens, shares
 
 Messages = list[Message]
 """A chat: ``[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]``."""
@@ -63,7 +63,7 @@ class Sampling:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if isinstance(self.stop, str) or (self.stop and not all(isinstance(text, str) and text for text in self.stop)):
             raise ValueError(f"stop={self.stop!r}: expected a tuple of texts, none of them empty")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature!r}: expected a number >= 0 (0 is greedy)")
@@ -103,7 +103,7 @@ class ModelRequest:
     scored_token_ids: Sequence[int] | None = None
 
     def __repr__(self) -> str:
-        tokens = f"{len(self.prompt_token_ids)} + at most {self.sampling.max_tokens} tokens"
+        tokens = f"{len(prompt_tokens(self))} + at most {self.sampling.max_tokens} tokens"
         return f"<ModelRequest to {self.policy!r}: {tokens}, seed {self.sampling.seed}>"
 
 
@@ -150,7 +150,7 @@ class ModelResponse:
     """The experts of a mixture, if the client returns them."""
 
     def __repr__(self) -> str:
-        tokens = f"{len(self.prompt_token_ids)} + {len(self.completion_token_ids)} tokens"
+        tokens = f"{len(prompt_tokens(self))} + {len(self.completion_token_ids)} tokens"
         return f"<ModelResponse: {tokens}, {self.finish_reason!r}>"
 
     parsed: ParsedCompletion | None = field(default=None, compare=False, repr=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.types.facts import RequestFacts, RolloutFacts, StepFacts, WithFacts
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
-from turnwise.types.prompts import shares
+from turnwise.types.prompts import prompt_tokens, shares
 from turnwise.utils.copies import deep_copy, own_copy
 
 CHILD = "child"
@@ -124,7 +124,7 @@ class Step(WithFacts):
     facts: StepFacts = field(default_factory=StepFacts)
 
     def __repr__(self) -> str:
-        tokens = f"{len(self.prompt_token_ids)} + {len(self.completion_token_ids)} tokens"
+        tokens = f"{len(prompt_tokens(self))} + {len(self.completion_token_ids)} tokens"
         return f"<Step of {self.actor_id!r}, turn {self.turn}: {tokens}, reward {self.reward}>"
 
     @property

@@ -215,3 +215,8 @@ def kept(owner: Any, name: str) -> Any:
     """Return what a field keeps: a :class:`Prefix`, or the list that it was given."""
     found = type(owner).__dict__.get(name)
     return found.slot.__get__(owner) if isinstance(found, _Shared) else getattr(owner, name)
+
+
+def prompt_tokens(owner: Any) -> Any:
+    """Return the prompt's tokens of a step, sample, request or response as it keeps them: a sequence, not copied."""
+    return kept(owner, "prompt_token_ids")

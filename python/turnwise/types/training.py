@@ -11,8 +11,8 @@ import numpy as np
 from turnwise.types.columns import Column
 from turnwise.types.facts import StepFacts
 from turnwise.types.model_calls import FinishReason, PolicyVersions
-from turnwise.types.play import GenerateResult
-from turnwise.types.prompts import shares
+from turnwise.types.play import GenerateResult, Step
+from turnwise.types.prompts import prompt_tokens, shares
 
 
 @shares("prompt_token_ids")
@@ -66,9 +66,11 @@ class Sample:
     ``None``: the trajectory is an attempt by itself."""
     weight: float = 1.0
     """Factor of the advantage in the loss: 1 / n for a trajectory of one of n sub-agents of its actor in an attempt."""
+    step: Step | None = field(default=None, repr=False, compare=False)
+    """The step that the sample was collected from."""
 
     def __repr__(self) -> str:
-        tokens = f"{len(self.prompt_token_ids)} + {len(self.completion_token_ids)} tokens"
+        tokens = f"{len(prompt_tokens(self))} + {len(self.completion_token_ids)} tokens"
         return f"<Sample {self.step_index} of {self.rollout_id!r}, {self.actor!r}: {tokens}, reward {self.reward}>"
 
     @property

@@ -24,7 +24,7 @@ from turnwise.types import (
     Step,
     StepFacts,
 )
-from turnwise.types.prompts import kept
+from turnwise.types.prompts import prompt_tokens
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -125,7 +125,7 @@ def with_parse(
 
     It is parsed here and nowhere else, as prompt, format and finish reason are known here.
     """
-    prompt, parsed = kept(request, "prompt_token_ids"), response.parsed
+    prompt, parsed = prompt_tokens(request), response.parsed
     if parsed is None:
         # A client's text counts where it holds what the tokens do: it lacks marks that the tokenizer hides.
         ids = response.completion_token_ids
@@ -178,7 +178,7 @@ def only_response(request: ModelRequest, responses: Sequence[ModelResponse]) -> 
 
 def check_response(request: ModelRequest, response: ModelResponse) -> None:
     """Raise ``ModelError`` unless token ids, log-probabilities, versions and finish reason are present and agree."""
-    tokens, asked = len(response.completion_token_ids), kept(request, "prompt_token_ids")
+    tokens, asked = len(response.completion_token_ids), prompt_tokens(request)
     problem: str | None = None
     if tokens == 0:
         problem = "no completion token ids"
@@ -192,7 +192,7 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
         problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
     elif (experts := response.routed_experts) is not None and len(experts.ids) != len(asked) + tokens - 1:
         problem = f"the experts of {len(experts.ids)} tokens, expected all of prompt and completion but the last"
-    elif (shown := kept(response, "prompt_token_ids")) and shown != asked:
+    elif (shown := prompt_tokens(response)) and shown != asked:
         problem = "other prompt token ids than were asked"
     if problem is not None:
         raise ModelError(f"the inference client gave a response with {problem} (policy {request.policy!r})")
@@ -206,7 +206,7 @@ def to_step(actor_id: str | None, turn: int, messages: Chat, request: ModelReque
         turn=turn,
         prompt=cast(Messages, messages),
         completion=response.text,
-        prompt_token_ids=kept(request, "prompt_token_ids"),
+        prompt_token_ids=prompt_tokens(request),
         completion_token_ids=list(response.completion_token_ids),
         completion_logprobs=list(response.logprobs),
         policy_versions=list(response.policy_versions),

@@ -9,6 +9,7 @@ import numpy as np
 from turnwise.arena.runtime.context import EpisodeContext, current_context
 from turnwise.arena.runtime.private_text import LeakError, Mark, PrivateTexts
 from turnwise.types import Chat, GenerateResult, Step, TrainingBatch
+from turnwise.types.prompts import prompt_tokens
 
 
 def private(text: str, to: str | Collection[str]) -> str:
@@ -84,8 +85,8 @@ def check_batch(batch: TrainingBatch, results: Sequence[GenerateResult]) -> None
     """
     prompts: dict[Hashable, set[int]] = {}
     for step in (step for top in results for result in top.walk() for step in result.rollout.steps):
-        key = (step.actor_id, tuple(step.prompt_token_ids) + tuple(step.completion_token_ids))
-        prompts.setdefault(key, set()).add(len(step.prompt_token_ids))
+        key = (step.actor_id, tuple(prompt_tokens(step)) + tuple(step.completion_token_ids))
+        prompts.setdefault(key, set()).add(len(prompt_tokens(step)))
     for row in range(len(batch)):
         start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
         actor = batch.actors[int(batch.actor_index[row])]

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import count_error, count_in_process
 from turnwise.arena.stages.stage import BatchNotes, RunParts, Stage
-from turnwise.samples.collect import collect_samples
+from turnwise.samples.collect import collect_samples, step_of
 from turnwise.types import (
     GenerateResult,
     Messages,
@@ -29,6 +29,7 @@ from turnwise.types import (
     ScoringClient,
     Step,
 )
+from turnwise.types.prompts import prompt_tokens
 from turnwise.utils.signals import exits_as_errors
 
 BETTER_ANSWER = "This answer to the task above earned more reward than others:\n{hint}\n\nAnswer the task yourself."
@@ -105,18 +106,17 @@ class Distillation(Stage):
         # Log-probs under a grammar are those over the allowed tokens, so no teacher's can be compared with them.
         free = [sample for sample in collect_samples(results) if sample.facts.grammar is None]
         samples = [sample for sample in free if sample.actor in self.teachers]
-        steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
         if not self.scores:
             for sample in samples:
-                steps[sample.rollout_id][sample.step_index].info[TOKENS] = [0.0] * len(sample.completion_token_ids)
+                step_of(sample).info[TOKENS] = [0.0] * len(sample.completion_token_ids)
             return
         hints = await self._hints(arena, results, samples)
         taught: list[tuple[Sample, Step]] = []
         requests: list[ModelRequest] = []
         completions: list[list[int]] = []
         for sample, hint in zip(samples, hints, strict=True):
-            step, ids = steps[sample.rollout_id][sample.step_index], sample.completion_token_ids
-            prompt = sample.prompt_token_ids if self.hint == "none" else hinted_prompt(arena, step, hint)
+            step, ids = step_of(sample), sample.completion_token_ids
+            prompt = prompt_tokens(sample) if self.hint == "none" else hinted_prompt(arena, step, hint)
             if prompt is None:
                 continue
             # Servers need room for one more token, so they can't score one in the context's last place.
@@ -158,10 +158,9 @@ class Distillation(Stage):
         self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample], notes: BatchNotes
     ) -> None:
         """Set the advantages of actors that learn from their teachers alone to 0: their tokens have their own."""
-        steps = {result.rollout.id: result.rollout.steps for top in results for result in top.walk()}
         for sample in samples:
             if sample.actor in self.unrewarded:
-                steps[sample.rollout_id][sample.step_index].advantage = 0.0
+                step_of(sample).advantage = 0.0
                 if TOKENS not in sample.info:
                     notes.causes[sample.rollout_id, sample.step_index] = "untaught"
 
@@ -180,7 +179,7 @@ async def _hint_of(arena: Any, rollout: Rollout, step: Step) -> str | None:
 
 
 def _question(sample: Sample) -> tuple[Any, ...]:
-    return sample.group_id, sample.actor, tuple(sample.prompt_token_ids)
+    return sample.group_id, sample.actor, tuple(prompt_tokens(sample))
 
 
 def hinted_prompt(arena: Any, step: Step, hint: str | None) -> list[int] | None:
@@ -191,7 +190,7 @@ def hinted_prompt(arena: Any, step: Step, hint: str | None) -> list[int] | None:
     if not hint or step.actor_id is None:
         return None
     format = arena.plain_format(arena.actors[step.actor_id])
-    if list(format.prompt_ids(step.prompt)) != list(step.prompt_token_ids):
+    if list(format.prompt_ids(step.prompt)) != list(prompt_tokens(step)):
         return None
     messages: Messages = [dict(message) for message in step.prompt]
     if messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):

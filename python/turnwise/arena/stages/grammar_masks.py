@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from turnwise.arena.stages.stage import Stage
@@ -34,16 +35,19 @@ class GrammarMasks(Stage):
             )
         self.unsupported = learner.constrained_unsupported_reason
 
-    def prepare(self, arena: Any, sample: Sample) -> str:
-        if sample.facts.grammar is None:
-            return ""
+    def prepare(self, arena: Any, samples: Sequence[Sample]) -> dict[int, str]:
+        places = [place for place, sample in enumerate(samples) if sample.facts.grammar is not None]
+        return {place: CONSTRAINED for place in places if not self._set_allowed(arena, samples[place])}
+
+    def _set_allowed(self, arena: Any, sample: Sample) -> bool:
+        """Set the column of a sample with a grammar. Return False, with a warning, if it can't train."""
         reason = self.unsupported
         if not reason:
             try:
-                tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.facts.grammar)
+                tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.facts.grammar or "")
                 sample.columns[ALLOWED] = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
-                return ""
+                return True
             except GrammarError as error:
                 reason = str(error)
         warnings.warn(f"calls that were sampled under a grammar do not train: {reason}", RuntimeWarning, stacklevel=2)
-        return CONSTRAINED
+        return False

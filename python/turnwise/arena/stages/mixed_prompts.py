@@ -7,6 +7,7 @@ from typing import Any
 
 from turnwise.arena.stages.stage import BatchNotes, Stage
 from turnwise.types import GenerateResult, GroupedCredit, Sample
+from turnwise.types.prompts import prompt_tokens
 
 
 class MixedPrompts(Stage):
@@ -31,7 +32,7 @@ def mixed_prompts(samples: Sequence[Sample], credit: Any) -> dict[str, float]:
         return {}
     prompts: dict[Any, list[tuple[int, ...]]] = {}
     for sample in samples:
-        prompts.setdefault(credit.key_of(sample), []).append(tuple(sample.prompt_token_ids))
+        prompts.setdefault(credit.key_of(sample), []).append(tuple(prompt_tokens(sample)))
     compared = [group for group in prompts.values() if len(group) > 1]
     if not compared:
         return {}

@@ -28,11 +28,13 @@ class RunParts:
 class BatchNotes:
     """What the stages found in one batch before its samples were selected.
 
-    ``causes`` are those of advantages of 0, by rollout and index of the step. ``metrics`` join the batch's.
+    ``causes`` are those of advantages of 0, by rollout and index of the step. ``metrics`` join the batch's. ``samples``
+    are those that the credit rule saw.
     """
 
     causes: dict[StepKey, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
 
 
 class Stage:
@@ -116,9 +118,9 @@ class Stage:
         """Forget what :meth:`packed` left for :meth:`settle`: the update of the batch failed."""
 
     # -- packing -------------------------------------------------------------------------------------------------------
-    def prepare(self, arena: Any, sample: Sample) -> str:
-        """Set what the trainer needs of a sample. Return the cause for which it can't train, else an empty string."""
-        return ""
+    def prepare(self, arena: Any, samples: Sequence[Sample]) -> Mapping[int, str]:
+        """Set what the trainer needs of ``samples``. Return the causes for which some can't train, by their place."""
+        return {}
 
     def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> Mapping[str, float]:
         """Return metrics of a batch and of its samples that train, or set columns of these."""

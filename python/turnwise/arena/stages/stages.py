@@ -95,25 +95,30 @@ class Stages:
             with noted_results(results if stage.changes == "rewards" else (), stage.name):
                 stage.rewarded(arena, results)
 
-    def collected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> None:
+    def collected(self, arena: Any, samples: Sequence[Sample]) -> None:
         for stage in self._ordered:
-            with noted_samples(results, samples if stage.changes == "rewards" else (), stage.name):
+            with noted_samples(samples if stage.changes == "rewards" else (), stage.name):
                 stage.collected(arena, samples)
 
     def credited(
         self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample], notes: BatchNotes
     ) -> None:
         for stage in self._ordered:
-            with noted_advantages(results, samples if stage.changes == "advantages" else (), stage.name):
+            with noted_advantages(samples if stage.changes == "advantages" else (), stage.name):
                 stage.credited(arena, results, samples, notes)
 
     def taken_back(self) -> None:
         for stage in self._ordered:
             stage.taken_back()
 
-    def prepare(self, arena: Any, sample: Sample) -> str:
-        """Return the first cause for which a sample can't train, else an empty string."""
-        return next((cause for stage in self._ordered if (cause := stage.prepare(arena, sample))), "")
+    def prepare(self, arena: Any, samples: Sequence[Sample]) -> dict[int, str]:
+        """Return the first cause for which each of some samples can't train, by their place."""
+        causes: dict[int, str] = {}
+        for stage in self._ordered:
+            left = [place for place in range(len(samples)) if place not in causes] if causes else range(len(samples))
+            found = stage.prepare(arena, [samples[place] for place in left] if causes else samples)
+            causes |= {left[place]: cause for place, cause in found.items()}
+        return causes
 
     def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
         return _joined(stage.selected(arena, results, samples) for stage in self._ordered)

@@ -7,6 +7,7 @@ from typing import Any
 
 from turnwise.arena.rewards.mix import shape_turns
 from turnwise.arena.stages.stage import Stage
+from turnwise.samples.collect import nodes_of
 from turnwise.types import GenerateResult
 
 
@@ -19,7 +20,7 @@ class TurnShaping(Stage):
     before = ("overlong",)  # whose penalty is the same in each turn
 
     def rewarded(self, arena: Any, results: Sequence[GenerateResult]) -> None:
-        for rollout in (node.rollout for top in results for node in top.walk()):
+        for rollout in (node.rollout for node in nodes_of(results)):
             max_turns = getattr(arena.episodes.get(rollout.episode_type), "max_turns", None)
             if rollout.error is None and max_turns is not None:
                 shape_turns(rollout, arena.mix_of(rollout.episode_type), max_turns)

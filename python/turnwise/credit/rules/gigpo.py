@@ -20,6 +20,7 @@ import numpy as np
 from turnwise.credit.base import GroupCredit, Key
 from turnwise.credit.rules.turn_returns import check_gamma, discounted_returns
 from turnwise.types import CreditCapabilities, Sample
+from turnwise.types.prompts import prompt_tokens
 
 
 def anchor_state(sample: Sample) -> Hashable:
@@ -27,7 +28,7 @@ def anchor_state(sample: Sample) -> Hashable:
 
     A prompt with the history of the chat rarely occurs twice. In that case, let the episode set the state.
     """
-    return sample.info["state"] if "state" in sample.info else tuple(sample.prompt_token_ids)
+    return sample.info["state"] if "state" in sample.info else tuple(prompt_tokens(sample))
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from turnwise.types import (
     Sampling,
     Tokenizer,
 )
+from turnwise.types.prompts import prompt_tokens
 
 T = TypeVar("T")
 
@@ -217,7 +218,7 @@ def scored_response(request: ModelRequest, logprobs: list[float], version: int, 
         logprobs=logprobs,
         finish_reason="stop",
         policy_versions=[(len(ids), version)],
-        prompt_token_ids=list(request.prompt_token_ids),
+        prompt_token_ids=prompt_tokens(request),
     )
 
 
@@ -233,7 +234,7 @@ def completion_limit(request: ModelRequest, vocabulary: int, context_length: int
     Raises ``ValueError`` for an empty prompt and for ids outside ``[0, vocabulary)``, and ``ContextLengthError`` for a
     prompt that leaves no room for a token.
     """
-    prompt = request.prompt_token_ids
+    prompt = prompt_tokens(request)
     if not len(prompt):
         raise ValueError("prompt_token_ids is empty: expected at least one token")
     if min(prompt) < 0 or max(prompt) >= vocabulary:
@@ -304,7 +305,7 @@ def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> 
 
     The tokens that were sampled after it are dropped. What is left is what an engine that stops there would sample.
     """
-    stopped = stop_check(sampling, tokenizer, response.prompt_token_ids)
+    stopped = stop_check(sampling, tokenizer, prompt_tokens(response))
     ids = response.completion_token_ids
     if stopped is None:
         return response
@@ -322,7 +323,7 @@ def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> 
         left -= count
         if left <= 0:
             break
-    experts, passed = response.routed_experts, len(response.prompt_token_ids) + end - 1
+    experts, passed = response.routed_experts, len(prompt_tokens(response)) + end - 1
     return replace(
         response,
         text=tokenizer.decode(ids[:end], skip_special_tokens=True),

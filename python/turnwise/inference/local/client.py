@@ -42,6 +42,7 @@ from turnwise.types import (
     RoutedExperts,
     Tokenizer,
 )
+from turnwise.types.prompts import prompt_tokens
 from turnwise.utils.threads import to_thread
 
 _QUIET_TICKS = 16
@@ -249,12 +250,12 @@ class TransformersClient(ClientBase):
         limit = completion_limit(request, vocabulary_size(loaded.model), loaded.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
         return SequenceSpec(
-            tuple(request.prompt_token_ids),
+            tuple(prompt_tokens(request)),
             sampling,
             seed,
             limit,
             stop_token_ids(request, self._tokenizer),
-            stop_check(sampling, self._tokenizer, request.prompt_token_ids),
+            stop_check(sampling, self._tokenizer, prompt_tokens(request)),
         )
 
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:
@@ -263,7 +264,7 @@ class TransformersClient(ClientBase):
         room = None if loaded.context_length is None else loaded.context_length + 1  # no new token needs room
         completion_limit(whole, vocabulary_size(loaded.model), room)
         return ScoredSequence(
-            tuple(request.prompt_token_ids), tuple(scored_ids(request, completion)), request.sampling.temperature
+            tuple(prompt_tokens(request)), tuple(scored_ids(request, completion)), request.sampling.temperature
         )
 
     # -- collecting ---------------------------------------------------------------------------------------------------

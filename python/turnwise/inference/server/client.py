@@ -54,6 +54,7 @@ from turnwise.types import (
     RoutedExperts,
     Tokenizer,
 )
+from turnwise.types.prompts import prompt_tokens
 from turnwise.utils.threads import to_thread
 
 
@@ -222,7 +223,7 @@ class VLLMServerClient(GatedScoringClient):
         request = scored_as_prompt(request)
         return {
             "model": self._policies[request.policy].served,
-            "token_ids": list(map(int, request.prompt_token_ids)),
+            "token_ids": list(map(int, prompt_tokens(request))),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_tokens": completion_limit(request, info.vocabulary, info.context_length),
@@ -263,7 +264,7 @@ class VLLMServerClient(GatedScoringClient):
             return scored_response(request, scores, versions[-1][1], self._tokenizer)
         experts = None
         if self._routed_experts:
-            passed = len(request.prompt_token_ids) + len(completion.token_ids) - 1
+            passed = len(prompt_tokens(request)) + len(completion.token_ids) - 1
             experts = read_experts(content, self._server.where, passed)
         return self._response(request, completion, versions, experts)
 
@@ -293,7 +294,7 @@ class VLLMServerClient(GatedScoringClient):
         experts: RoutedExperts | None,
     ) -> ModelResponse:
         self._stats["requests"] += 1
-        self._stats["prompt_tokens"] += len(request.prompt_token_ids)
+        self._stats["prompt_tokens"] += len(prompt_tokens(request))
         self._stats["cached_tokens"] += completion.cached_tokens
         self._stats["generated_tokens"] += len(completion.token_ids)
         response = ModelResponse(
@@ -302,7 +303,7 @@ class VLLMServerClient(GatedScoringClient):
             logprobs=completion.logprobs,
             finish_reason=completion.finish_reason,
             policy_versions=versions,
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=prompt_tokens(request),
             routed_experts=experts,
         )
         return cut_at_stop(response, request.sampling, self._tokenizer)

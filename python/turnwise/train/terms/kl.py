@@ -193,9 +193,8 @@ class KLPenalty(Stage):
         self._measured: dict[str, dict[str, tuple[float, int, int]]] = {}
 
     def collected(self, arena: Any, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            if arena.stages.prepare(arena, sample):
-                sample.loss_mask = [0] * len(sample.completion_token_ids)  # it doesn't train, so it has no penalty
+        for place in arena.stages.prepare(arena, samples):  # they don't train, so they have no penalty
+            samples[place].loss_mask = [0] * len(samples[place].completion_token_ids)
         penalize(samples, self.penalties(samples))
 
     def penalties(self, samples: Sequence[Sample]) -> list[float]:

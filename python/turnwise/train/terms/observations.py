@@ -20,6 +20,7 @@ from turnwise.train.terms.term import Added, Part, Term
 from turnwise.types import GenerateResult, Sample, TokenColumn, TrainingBatch
 from turnwise.types.columns import Stream
 from turnwise.types.passes import Read
+from turnwise.types.prompts import prompt_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,11 +76,11 @@ class ObservationMarks(Stage):
                 count = sum(message["role"] == "assistant" for message in step.prompt)
                 answers[rollout.id, index] = count
                 if step.actor_id is not None and step.completion_token_ids:
-                    whole = [*step.prompt_token_ids, *step.completion_token_ids]
+                    whole = [*prompt_tokens(step), *step.completion_token_ids]
                     calls.setdefault((rollout.id, step.actor_id, count), []).append(whole)
         unmatched: dict[str, list[bool]] = {}
         for sample in samples:
-            prompt, count = list(sample.prompt_token_ids), answers[sample.rollout_id, sample.step_index]
+            prompt, count = list(prompt_tokens(sample)), answers[sample.rollout_id, sample.step_index]
             earlier = calls.get((sample.rollout_id, sample.actor, count - 1), [])
             starts = [len(call) for call in earlier if prompt[: len(call)] == call]
             mask = np.zeros(len(prompt) + len(sample.completion_token_ids), dtype=np.uint8)
