@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,10 @@ def test_whole_prompts_come_back(kind: str) -> None:
     row = row_of(result)
     assert read(row["steps"]) == whole_of(result)
     assert sum(FOLLOWS in step for step in row["steps"]) >= len(row["steps"]) - 2, "one of each actor is whole"
+    alone = ShortPrompts()
+    lists = [replace(step, prompt=step.prompt, prompt_token_ids=step.prompt_token_ids) for step in result.rollout.steps]
+    follows = [alone.add(step).get(FOLLOWS) for step in lists]
+    assert follows == [step.get(FOLLOWS) for step in row["steps"]], "lists, as after a resume, are written alike"
     assert play(arena, row)[1] is None, "it replays"
 
 

@@ -19,8 +19,8 @@ from turnwise.types.prompts import Growing, Prefix, as_tokens, kept
 FOLLOWS = "follows"
 """Key of a step in a record: the earlier step, and how many messages and tokens of it the prompt begins with."""
 
-LATEST = 32
-"""Calls of an actor that a prompt without shared tokens may go on from, the latest ones."""
+LATEST = 16
+"""Calls of an actor that a prompt may go on from, the latest ones."""
 
 PROBE = 16
 """Tokens at the end of an earlier prompt that show whether a prompt goes on from it."""
@@ -48,14 +48,14 @@ class _Call:
 
 
 class ShortPrompts:
-    """Turns the calls of one rollout, in their order, into steps of a record. A call costs what is new in it.
+    """Turns the calls of one rollout, in their order, into steps of a record.
 
-    Prompts that share tokens are known to agree so far. Others are compared with one earlier prompt of the actor.
+    A prompt is compared with one earlier prompt of its actor, and where both share tokens only behind these. So a call
+    costs what is new in it. What is written depends on the prompts' contents alone, not on what they share.
     """
 
     def __init__(self) -> None:
         self._calls: list[_Call | None] = []
-        self._of_shared: dict[int, int] = {}
         self._of_actor: dict[str | None, list[int]] = {}
 
     def add(self, step: Step) -> dict[str, Any]:
@@ -69,8 +69,6 @@ class ShortPrompts:
         earlier = self._earlier(step.actor_id, call)
         self._calls.append(call)
         self._of_actor.setdefault(step.actor_id, []).append(place)
-        if call.ids.shared is not None:
-            self._of_shared[id(call.ids.shared)] = place
         before = None if earlier is None else self._calls[earlier]
         if before is None:
             return step.recorded()
@@ -82,9 +80,7 @@ class ShortPrompts:
         return {**new, FOLLOWS: {"step": earlier, "messages": messages, "tokens": tokens}}
 
     def _earlier(self, actor: str | None, call: _Call) -> int | None:
-        """Return the place of the call to compare with: one that shares tokens, or that seems to be the beginning."""
-        if call.ids.shared is not None and id(call.ids.shared) in self._of_shared:
-            return self._of_shared[id(call.ids.shared)]
+        """Return the place of the call to compare with: one whose end the prompt has, else the actor's latest."""
         latest = self._of_actor.get(actor, [])[-LATEST:]
         for place in reversed(latest):
             before = self._calls[place]
