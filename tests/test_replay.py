@@ -13,6 +13,7 @@ from turnwise.run.build import build_run, train_from_config
 from turnwise.tasks.kuhn_poker.game import KuhnRules
 from turnwise.tasks.sudoku.team import SudokuEpisode
 from turnwise.train.validate import read_config
+from turnwise.types.short_prompts import whole_steps
 
 from .arena.test_episode_checkpoints import kill
 from .test_run import SMALL, config_of
@@ -126,7 +127,9 @@ def test_a_tampered_record(sudoku, tmp_path, capsys):
     rows = recorded(sudoku)
     calls = rows[0]["steps"]
     place = next(index for index, step in enumerate(calls) if step["actor_id"] == "reviser" and step["branch"] == 1)
-    calls[place]["prompt_token_ids"][7] += 1
+    whole = whole_steps(calls)[place]
+    ids = list(whole["prompt_token_ids"])
+    calls[place] = {**whole, "prompt": list(whole["prompt"]), "prompt_token_ids": [*ids[:7], ids[7] + 1, *ids[8:]]}
     (tmp_path / "config.toml").write_text((sudoku / "config.toml").read_text())
     write_rows(tmp_path, rows)
     assert cli.main(["replay", str(tmp_path), "--episode", "e0", "--step", "1"]) == 1

@@ -11,6 +11,7 @@ def step(**changes):
     return {
         "actor_id": "solver",
         "turn": 0,
+        "prompt": [{"role": "user", "content": "ab"}],
         "prompt_token_ids": [97, 98],
         "completion_token_ids": [99],
         "reward": None,

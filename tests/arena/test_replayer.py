@@ -218,7 +218,7 @@ def differs(arena, row):
     ("path", "value", "what"),
     [
         (("steps", "right", "reward"), 99.0, "the reward"),
-        (("steps", "right", "prompt_token_ids"), [1, 2, 3], "the prompt"),
+        (("steps", "right", "prompt_token_ids"), lambda ids: [*ids[:-1], 1], "the prompt"),
         (("steps", "right", "actor_id"), "nobody", "the actor"),
         (("steps", "right", "turn"), 7, "the turn"),
         (("steps", "right", "policy"), "other", "the policy"),
@@ -234,7 +234,7 @@ def test_what_was_tampered_with_is_the_first_difference(make_arena, tree_row, pa
     row = inner = copy.deepcopy(tree_row)
     for key in path[:-1]:
         inner = next(step for step in inner if step["actor_id"] == key) if key == "right" else inner[key]
-    inner[path[-1]] = value
+    inner[path[-1]] = value(inner[path[-1]]) if callable(value) else value
     divergence = differs(board(make_arena), row)
     assert divergence.what == what
     if "right" in path:

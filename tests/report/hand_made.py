@@ -78,6 +78,18 @@ def hand_made(folder: Path, step: int) -> None:
     RunLog(folder, step, tokenizer=words).step(step, {"reward": float("nan"), "loss": 0.5}, [result])
 
 
+def chat_run(folder: Path) -> list[Step]:
+    """Log a chat of three turns; returns its calls."""
+    words, steps, chat, ids = Words(), [], [], [1]
+    for turn, text in enumerate(("one", "two", "three")):
+        chat = [*chat, {"role": "user", "content": f"turn {turn}"}]
+        steps.append(call(words, "alice", turn, text, prompt=chat, prompt_token_ids=ids))
+        chat = [*chat, {"role": "assistant", "content": text}]
+        ids = [*ids, *steps[-1].completion_token_ids, 1]
+    RunLog(folder, 1).step(1, {}, [GenerateResult(Rollout("r1", "chat", None, steps))])
+    return steps
+
+
 def cluster_run(folder: Path, start: float) -> None:
     """Write the files of a run on two nodes: three steps, an engine that died and came back, one that left and died."""
     log = RunLog(folder, 5)

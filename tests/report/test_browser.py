@@ -13,7 +13,7 @@ import pytest
 
 from turnwise.report import write_report
 
-from .hand_made import HOSTILE, cluster_run
+from .hand_made import HOSTILE, chat_run, cluster_run
 
 pytestmark = pytest.mark.slow
 
@@ -187,11 +187,22 @@ def test_markup_failures_nested_episodes_and_private_text(page):
     assert summary.endswith("sub-agent of r9, as bob, after call 1 of alice, with its reward")
     page.locator(".prompt summary").first.click()
     assert page.locator("mark.private:visible").all_inner_texts() == ["Your card: ace"]
-    bob = page.locator(".prompt", has=page.locator(".role", has_text="system")).first
+    bob = page.locator(".prompt", has_text="prompt: 2 messages").first
     bob.locator("summary").click()
     assert bob.locator("mark.private").all_inner_texts() == ["board"], "what the arena marked while the episode ran"
     page.fill("[aria-label='Filter episodes']", "no such episode")
     assert page.locator(".entry").count() == 0
+
+
+def test_a_prompt_that_goes_on_from_another_shows_all_messages(browser, tmp_path):
+    chat_run(tmp_path)
+    with opened(browser, write_report(tmp_path)) as page:
+        open_episode(page, "r1")
+        prompt = page.locator(".prompt", has_text="prompt: 5 messages")
+        assert prompt.locator(".said").count() == 0
+        prompt.locator("summary").click()
+        prompt.locator(".said").first.wait_for()
+        assert prompt.locator(".said").all_inner_texts() == ["turn 0", "one", "turn 1", "two", "turn 2"]
 
 
 def test_the_config_is_shown_and_the_page_fits_its_window(page, real_run):

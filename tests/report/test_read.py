@@ -9,13 +9,13 @@ import tracemalloc
 
 import pytest
 
-from turnwise.report import ReportLimits, read_run
+from turnwise.report import ReportLimits, read_rollouts, read_run
 from turnwise.report.curves import spread
 from turnwise.report.read import choose
 from turnwise.train.log.run_log import RunLog
 from turnwise.types import GenerateResult, Rollout
 
-from .hand_made import HOSTILE
+from .hand_made import HOSTILE, chat_run
 
 
 def test_limits_are_counts(tmp_path):
@@ -73,16 +73,46 @@ def test_the_whole_episode_is_there(made_run):
     # Siblings share one prompt and its private part is marked.
     alice = run["episodes"][0]["steps"][:3]
     assert len({step["prompt"] for step in alice}) == 1
-    assert run["prompts"][alice[0]["prompt"]] == [
-        {"role": "user", "content": "the board. Your card: ace", "private": ["Your card: ace"]}
-    ]
-    bob = run["prompts"][run["episodes"][0]["steps"][3]["prompt"]]
+    assert run["prompts"][alice[0]["prompt"]] == {
+        "after": None,
+        "kept": 0,
+        "messages": [{"role": "user", "content": "the board. Your card: ace", "private": ["Your card: ace"]}],
+    }
+    bob = run["prompts"][run["episodes"][0]["steps"][3]["prompt"]]["messages"]
     assert [message["private"] for message in bob] == [False, False]
     assert run["curves"]["series"] == {"reward": [None], "loss": [0.5]}
     assert run["episodes"][0]["rewards"] == {"alice": 1.0, "bob": "nan"}
     assert run["episodes"][0]["seed"] == str(2**62 + 1)
     json.dumps(run, allow_nan=False)
     assert run["contributions"] is None
+
+
+def test_a_page_holds_each_message_of_a_chat_once(tmp_path):
+    steps = chat_run(tmp_path)
+    run = read_run(tmp_path)
+    assert [(one["after"], one["kept"], len(one["messages"])) for one in run["prompts"]] == [
+        (None, 0, 1),
+        (0, 1, 2),
+        (1, 3, 2),
+    ]
+    assert run["prompts"][2]["messages"][0] == {"role": "assistant", "content": "two", "private": False}
+    assert [step["prompt_tokens"] for step in run["episodes"][0]["steps"]] == [len(s.prompt_token_ids) for s in steps]
+
+
+def test_recorded_episodes_are_read_with_whole_prompts(tmp_path):
+    steps = chat_run(tmp_path)
+    [row] = read_rollouts(tmp_path)
+    for step, whole in zip(steps, row["steps"], strict=True):
+        assert (list(whole["prompt"]), list(whole["prompt_token_ids"])) == (step.prompt, step.prompt_token_ids)
+    with pytest.raises(ValueError, match=r"run_dir=.*expected rollouts\.jsonl"):
+        next(read_rollouts(tmp_path / "none"))
+    line = json.loads((tmp_path / "rollouts.jsonl").read_text())
+    line["steps"][1]["follows"]["step"] = 7
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 1: .*expected one of the 1 earlier steps"):
+        next(read_rollouts(tmp_path))
+    with pytest.raises(ValueError, match="damaged records"):
+        read_run(tmp_path)
 
 
 def test_token_ids_stand_for_texts_that_were_not_recorded(tmp_path, made_run):

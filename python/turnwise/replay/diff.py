@@ -11,6 +11,7 @@ from typing import Any
 
 from turnwise.types import RolloutFacts, StepFacts, Tokenizer
 from turnwise.types.facts import separate
+from turnwise.types.short_prompts import FOLLOWS, whole_steps
 
 AROUND = 8
 """Number of tokens to show on each side of the first token that differs."""
@@ -19,6 +20,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _OF_THE_BATCH = ("step", "steps", "children", "replay", "parent_id", "is_trainable", "error", "meta")
 _META_OF_THE_BATCH = ("draw", "drop_reason", "mishaps", "ledger")
 _STEP_OF_THE_BATCH = ("advantage", "completion_tokens")
+_OF_A_PROMPT = (FOLLOWS, "prompt", "prompt_token_ids")
 _INFO_OF_THE_BATCH = ("token_advantages", "teacher_kl", "order", "ledger")
 """Fields that belong to the batch, that the code compares separately, or that parallel calls race for."""
 
@@ -73,9 +75,14 @@ def _differences(
     expected: Mapping[str, Any], found: Mapping[str, Any], tokenizer: Tokenizer
 ) -> Iterator[FirstDifference]:
     episode = f"episode {expected['id']} ({expected['episode_type']})"
-    steps = list(zip_longest(expected["steps"], found["steps"]))
-    for index, (old, new) in enumerate(steps):
-        yield from _step_differences(old, new, f"call {index} of {len(expected['steps'])} of {episode}", tokenizer)
+    short: Iterator[tuple[Any, Any]] = zip_longest(expected["steps"], found["steps"], fillvalue={})
+    whole = zip_longest(whole_steps(expected["steps"]), whole_steps(found["steps"]))
+    same = True
+    for index, ((old_part, new_part), (old, new)) in enumerate(zip(short, whole, strict=True)):
+        # Prompts of the same new parts, after equal steps, are equal.
+        same = same and all(_pair(old_part.get(name), new_part.get(name)) is None for name in _OF_A_PROMPT)
+        where = f"call {index} of {len(expected['steps'])} of {episode}"
+        yield from _step_differences(old, new, where, tokenizer, same_prompt=same)
     for old, new in zip_longest(expected["children"], found["children"]):
         if old is None or new is None:
             count = len(expected["children"]), len(found["children"])
@@ -96,18 +103,21 @@ def _differences(
 
 
 def _step_differences(
-    old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, where: str, tokenizer: Tokenizer
+    old: dict[str, Any] | None, new: dict[str, Any] | None, where: str, tokenizer: Tokenizer, *, same_prompt: bool
 ) -> Iterator[FirstDifference]:
     if old is None or new is None:
         yield FirstDifference("the number of recorded calls", where, _call(old), _call(new))
         return
     where = f"turn {old['turn']}, actor {old['actor_id']!r}, {where}"
-    for name in ("prompt_token_ids", "completion_token_ids"):
+    for name in ("completion_token_ids",) if same_prompt else ("prompt_token_ids", "completion_token_ids"):
         if pair := token_diff(old[name], new[name], tokenizer):
             yield FirstDifference(_title(name), where, *pair)
+    if not same_prompt:
+        old, new = ({**each, "prompt": list(each["prompt"]), "prompt_token_ids": None} for each in (old, new))
     old, new = ({**each, "info": _of_the_call(each.get("info", {}))} for each in (old, new))
-    for name in old:
-        if name not in _STEP_OF_THE_BATCH and (pair := _pair(old[name], new.get(name))):
+    compared = old.keys() - {*_STEP_OF_THE_BATCH, *(_OF_A_PROMPT if same_prompt else ())}
+    for name in filter(compared.__contains__, old):
+        if pair := _pair(old[name], new.get(name)):
             yield FirstDifference(_title(name), where, *pair)
 
 

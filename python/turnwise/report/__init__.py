@@ -1,6 +1,6 @@
 """Writes a run as one HTML file (curves, config, episodes, processes), and reads its status.
 
-Read in this order: read, curves, page, cluster, status, credit, trace.
+Read in this order: read, curves, page, rollouts, cluster, status, credit, trace.
 May import: types, utils, samples, credit, arena.stages, train, train.config, train.terms, train.log, train.checkpoint.
 """
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from turnwise.report.page import write_report as write_report
     from turnwise.report.read import ReportLimits as ReportLimits
     from turnwise.report.read import read_run as read_run
+    from turnwise.report.rollouts import read_rollouts as read_rollouts
 
 _HOMES = {
     "write_report": "turnwise.report.page",
     "ReportLimits": "turnwise.report.read",
     "read_run": "turnwise.report.read",
+    "read_rollouts": "turnwise.report.rollouts",
 }
 
 __all__ = [*sorted(_HOMES)]

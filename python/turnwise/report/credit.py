@@ -22,6 +22,7 @@ from turnwise.samples.collect import collect_samples
 from turnwise.samples.training_samples import advantages_of, penalize
 from turnwise.train.log.lines import newest_lines, read_rows
 from turnwise.types import CreditAssigner, GenerateResult, Rollout, Sample, Step
+from turnwise.types.short_prompts import whole_steps
 from turnwise.utils.code_files import import_recorded
 from turnwise.utils.files import damage_named
 from turnwise.utils.literals import literal
@@ -231,7 +232,7 @@ def _check_records(path: Path) -> None:
 def result_of(row: Mapping[str, Any], parent: str | None = None) -> GenerateResult:
     """Convert a line of ``rollouts.jsonl`` into a result, with all parts that credit rules use."""
     known = {name: row[name] for name in Rollout.__dataclass_fields__ if name in row}
-    steps = [_step_of(step) for step in row["steps"]]
+    steps = [_step_of(step) for step in whole_steps(row["steps"])]
     rollout = Rollout.of_record({"artifact": None, **known, "steps": steps})
     children = [result_of(child, rollout.id) for child in row["children"]]
     return GenerateResult(

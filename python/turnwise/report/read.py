@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
@@ -16,6 +16,7 @@ from turnwise.report.cluster import lanes
 from turnwise.report.curves import read_shown_metrics, spread
 from turnwise.train.log.lines import parse_line, read_rows
 from turnwise.train.log.secrets import hide_in, secrets_in
+from turnwise.types.short_prompts import FOLLOWS
 from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_regular
 
 _EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
@@ -40,9 +41,9 @@ class ReportLimits:
 
 def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]:
     """Read ``folder`` into values for JSON: ``name``, ``config``, ``curves``, ``contributions``, ``warnings``,
-    ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``. ``recorded`` counts all
-    recorded episodes. ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`),
-    ``None`` for others.
+    ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``. Each of these is the first
+    ``kept`` messages of the prompt ``after``, and its own ``messages``. ``recorded`` counts all recorded episodes.
+    ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`), ``None`` for others.
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
@@ -60,7 +61,7 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
     config = read_config_text(files[2])
     settings = parse_config(config)
     metrics = read_shown_metrics(files[0], limits.points)
-    prompts: dict[str, int] = {}
+    prompts = Prompts()
     recorded, lines = read_episodes(files[1], limits)
     episodes = [episode(line, prompts) for line in lines]
     calls = [step for top in episodes for part in walk(top) for step in part["steps"]]
@@ -77,7 +78,7 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
         "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
         "recorded": recorded,
         "episodes": episodes,
-        "prompts": [json.loads(text) for text in prompts],
+        "prompts": prompts.all,
     }
 
 
@@ -105,22 +106,27 @@ def names(*sources: Any) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Episodes
 # ---------------------------------------------------------------------------------------------------------------------
-def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, list[dict[str, Any]]]:
+def read_episodes(path: Path, limits: ReportLimits) -> tuple[int, Iterator[dict[str, Any]]]:
     """Return the number of episodes in ``rollouts.jsonl``, and the chosen ones. Other lines are never parsed."""
     if not path.is_file():
-        return 0, []
-    # Find where each line starts, then parse the chosen lines.
+        return 0, iter(())
+    # Find where each line starts, then parse the chosen lines, one at a time.
     starts = array("Q", [0])
     with open_regular(path) as stream:
         for line in bounded_lines(stream, path):
             if line.endswith(b"\n"):  # else it is still being written
                 starts.append(starts[-1] + len(line))
-        lengths = array("Q", map(sub, starts[1:], starts))
-        lines = []
-        for index in choose(lengths, limits):
-            stream.seek(starts[index])
-            lines.append(parse_line(stream.read(lengths[index]), path, index + 1))
-    return len(lengths), lines
+    lengths = array("Q", map(sub, starts[1:], starts))
+    chosen = [(index + 1, starts[index], lengths[index]) for index in choose(lengths, limits)]
+    return len(lengths), _lines_at(path, chosen)
+
+
+def _lines_at(path: Path, places: Sequence[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+    """Yield the lines with these numbers, offsets and lengths."""
+    with open_regular(path) as stream:
+        for number, start, length in places:
+            stream.seek(start)
+            yield parse_line(stream.read(length), path, number)
 
 
 def choose(lengths: Sequence[int], limits: ReportLimits) -> list[int]:
@@ -135,29 +141,67 @@ def choose(lengths: Sequence[int], limits: ReportLimits) -> list[int]:
         wanted //= 2
 
 
-def episode(line: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
+class Prompts:
+    """The prompts of a page. Equal ones are there once, and a longer one has its new messages alone."""
+
+    def __init__(self) -> None:
+        self.all: list[dict[str, Any]] = []
+        self._places: dict[str, int] = {}
+
+    def add(self, messages: Sequence[Mapping[str, Any]], after: int | None = None, kept: int = 0) -> int:
+        """Return the place of the prompt of the first ``kept`` messages of prompt ``after``, and ``messages``."""
+        if after is not None and not messages and kept == self.length(after):
+            return after
+        made = {"after": after, "kept": kept, "messages": [message(one) for one in messages]}
+        place = self._places.setdefault(json.dumps(made), len(self.all))
+        if place == len(self.all):
+            self.all.append(made)
+        return place
+
+    def length(self, place: int) -> int:
+        made = self.all[place]
+        return int(made["kept"]) + len(made["messages"])
+
+
+def episode(line: Mapping[str, Any], prompts: Prompts) -> dict[str, Any]:
     """Convert a line of ``rollouts.jsonl`` and its children. Prompts go into ``prompts``, as siblings share theirs."""
     kept = ("step", "id", "episode_type", "rewards", "metrics", "error", "seed", "artifact", "extras", "meta")
+    calls: list[dict[str, Any]] = []
+    asked: list[tuple[int, str]] = []
+    for step in line.get("steps", []):
+        calls.append(call(step, prompts, asked))
+        asked.append((calls[-1]["prompt"], step["completion"]))
     return {
         **{name: plain(line.get(name)) for name in kept},
         "trainable": line.get("is_trainable", True),
-        "steps": [call(step, prompts) for step in line.get("steps", [])],
+        "steps": calls,
         "children": [episode(child, prompts) for child in line.get("children", [])],
     }
 
 
-def call(step: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
-    """Convert one model call. If token texts were not recorded, the page shows the ids."""
-    prompt = json.dumps([message(one) for one in step["prompt"]])
+def call(step: Mapping[str, Any], prompts: Prompts, earlier: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    """Convert one model call. If token texts were not recorded, the page shows the ids.
+
+    ``earlier`` has the prompts and completions of the calls before it.
+    """
     ids = step["completion_token_ids"]
     texts = step.get("completion_tokens")
     kept = ("turn", "branch", "selected", "trainable", "reward", "advantage", "finish_reason", "policy")
+    messages, tokens = step["prompt"], len(step["prompt_token_ids"])
+    if follows := step.get(FOLLOWS):
+        before, answer = earlier[follows["step"]]
+        length = prompts.length(before)
+        answered = [{"role": "assistant", "content": answer}] if follows["messages"] > length else []
+        place = prompts.add([*answered, *messages], before, min(follows["messages"], length))
+        tokens += follows["tokens"]
+    else:
+        place = prompts.add(messages)
     return {
         **{name: plain(step.get(name)) for name in kept},
         "actor": step["actor_id"],
         "node": None if step.get("tree_node") is None else str(step["tree_node"]),
-        "prompt": prompts.setdefault(prompt, len(prompts)),
-        "prompt_tokens": len(step["prompt_token_ids"]),
+        "prompt": place,
+        "prompt_tokens": tokens,
         "text": "\n\n".join(text for text in (step.get("thought", ""), step["completion"]) if text),
         "ids": ids,
         "tokens": texts if texts is not None and len(texts) == len(ids) else [f"⟨{token}⟩" for token in ids],

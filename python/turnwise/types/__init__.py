@@ -1,6 +1,7 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, facts, completions, model_calls, columns, passes, training, capabilities, protocols.
+Read in this order: play, facts, completions, model_calls, prompts, short_prompts, columns, passes, training,
+capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,

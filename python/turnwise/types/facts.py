@@ -232,11 +232,15 @@ class WithFacts:
     _facts: ClassVar[type[_Facts]]
     facts: Any
 
-    def recorded(self) -> dict[str, Any]:
-        """Return the fields by name as records have them, with the facts among the user's entries."""
-        known = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("facts", self._own)}
-        names, users = _DEFAULTS[self._facts], getattr(self, self._own)
-        own = {f"{USERS}{key}" if key in names else key: value for key, value in users.items()}
+    def recorded(self, **others: Any) -> dict[str, Any]:
+        """Return the fields by name as records have them, with the facts among the user's entries.
+
+        ``others`` stand in place of fields, which are then not read.
+        """
+        names = [name for name in self.__dataclass_fields__ if name not in ("facts", self._own)]
+        known = {name: others[name] if name in others else getattr(self, name) for name in names}
+        facts, users = _DEFAULTS[self._facts], getattr(self, self._own)
+        own = {f"{USERS}{key}" if key in facts else key: value for key, value in users.items()}
         return {**known, self._own: {**self.facts.known(), **own}}
 
     @classmethod

@@ -61,6 +61,8 @@ class Prefix(Sequence[T]):
         """Return these items, ``closed`` and ``tail``. All but ``tail`` become shared."""
         kind = type(self.tail)
         new = self.tail + _as(kind, closed)
+        if not new:
+            return Prefix(self.shared, self.length, _as(kind, tail), origin)
         shared = Growing(new) if self.shared is None else self.shared.grown(self.length, new)
         return Prefix(shared, self.length + len(new), _as(kind, tail), origin)
 
@@ -70,6 +72,16 @@ class Prefix(Sequence[T]):
         new = _as(kind, closed)
         shared = Growing(new) if self.shared is None else self.shared.grown(self.length, new)
         return Prefix(shared, self.length + len(new), _as(kind, tail), origin)
+
+    def first(self, length: int) -> Prefix[T]:
+        """Return the first ``length`` items, at most all of them."""
+        if length >= len(self):
+            return self
+        return Prefix(self.shared, min(length, self.length), self.tail[: max(length - self.length, 0)])
+
+    def behind(self, length: int) -> Any:
+        """Return a new list, or array of int32, of the items after the first ``length`` shared ones."""
+        return self.tail[:] if self.shared is None else self.shared.items[length : self.length] + self.tail
 
     def whole(self) -> Any:
         """Return a new list, or array of int32, of all items."""

@@ -24,10 +24,13 @@ from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.model_call import to_step
 from turnwise.arena.runtime.user_code import CallTimeoutError
 from turnwise.types import Artifact, Chat, EpisodeRequest, GenerateResult, ModelRequest, ModelResponse, Step
+from turnwise.types.short_prompts import ShortPrompts
 
 T = TypeVar("T")
 
-FORMAT = 2
+FORMATS = (2, 3)
+"""Formats of recordings that can be played. The last one is written."""
+
 ASK, ANSWER, READ, EXPIRED, ENDED = "ask", "answer", "read", "expired", "ended"
 """Kinds of events. ``ask`` and ``answer``: a model call or awaited input starts and finishes. ``read``: an input
 came at once. ``expired``: a time limit ran out. ``ended``: an attempt at an episode ended."""
@@ -145,12 +148,13 @@ class EpisodeRecorder:
             for node in result.walk()
             for index, step in enumerate(node.rollout.steps)
         }
+        unseen = ShortPrompts()
         return {
-            "format": FORMAT,
+            "format": FORMATS[-1],
             "request": {name: encode(value) for name, value in self.request.recorded().items()},
             "seed": self.seed,
             "arena": self.arena,
-            "events": [_event_to_json(kind, thing, indices) for kind, thing in self.events],
+            "events": [_event_to_json(kind, thing, indices, unseen) for kind, thing in self.events],
         }
 
 
@@ -241,14 +245,14 @@ def _encoded_error(context: EpisodeContext, error: Exception) -> Any:
     return encode(error)
 
 
-def _event_to_json(kind: str, thing: Any, places: Mapping[int, list[Any]]) -> list[Any]:
+def _event_to_json(kind: str, thing: Any, places: Mapping[int, list[Any]], unseen: ShortPrompts) -> list[Any]:
     if kind == ENDED:
         return [kind, *thing]
     if kind in (EXPIRED, ANSWER):
         return [kind, _key_of(thing)]
     if isinstance(thing, RecordedInput):
         return [kind, thing.key, input_to_json(thing)]
-    return [kind, thing.key, _call_to_json(thing, places)]
+    return [kind, thing.key, _call_to_json(thing, places, unseen)]
 
 
 def input_to_json(reading: RecordedInput) -> dict[str, Any]:
@@ -257,13 +261,13 @@ def input_to_json(reading: RecordedInput) -> dict[str, Any]:
     return {"read": reading.name, "of": reading.arguments, "value": value, "error": reading.error}
 
 
-def _call_to_json(call: ModelCall, places: Mapping[int, list[Any]]) -> dict[str, Any]:
+def _call_to_json(call: ModelCall, places: Mapping[int, list[Any]], unseen: ShortPrompts) -> dict[str, Any]:
     said: dict[str, Any] = {"text_only": True} if call.text_only else {}
     if call.error is not None:
         said["error"] = list(call.error)
     if call.step is not None and id(call.step) in places:
         return {"step": places[id(call.step)], **said}
-    return {"call": encode((call.step or empty_step(call)).recorded()), **said}
+    return {"call": encode(unseen.add(call.step or empty_step(call))), **said}
 
 
 def empty_step(call: ModelCall) -> Step:

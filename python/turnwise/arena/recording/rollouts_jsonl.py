@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 from turnwise.arena.recording.lossless_json import UntrustedValueError, decode
-from turnwise.arena.recording.recorder import ENDED, FORMAT
+from turnwise.arena.recording.recorder import ENDED, FORMATS
 from turnwise.arena.runtime.hashing import content_digest
 from turnwise.state import StateDict, StateList, to_python
 from turnwise.state.codec import CodecError
 from turnwise.types import EpisodeRequest, GenerateResult, RoutedExperts, Step
 from turnwise.types.facts import WithFacts
+from turnwise.types.short_prompts import ShortPrompts, WholePrompts, whole_steps
 from turnwise.utils.output import text_of
 
 DEEPEST = 200
@@ -33,8 +34,9 @@ def plain_result(result: GenerateResult) -> dict[str, Any]:
 
 def _plain(result: GenerateResult) -> dict[str, Any]:
     children = [_plain(child) for child in result.children]
+    short = ShortPrompts()
     return {
-        **jsonable(result.rollout),
+        **jsonable(result.rollout.recorded(steps=[short.add(step) for step in result.rollout.steps])),
         "parent_id": result.parent_id,
         "group_id": group_text(result.group_id),
         "is_trainable": result.is_trainable,
@@ -132,8 +134,9 @@ class EpisodeRecord:
             raise RecordError(
                 f"episode {row.get('id')!r} was written without what a replay needs: see log.record_for_replay"
             )
-        if recording["format"] != FORMAT:
-            raise RecordError(f"episode {row['id']!r} has format {recording['format']}, this version plays {FORMAT}")
+        if recording["format"] not in FORMATS:
+            known = f"this version plays {' and '.join(map(str, FORMATS))}"
+            raise RecordError(f"episode {row['id']!r} has format {recording['format']}, {known}")
         self.decode = partial(decode, allow_pickle=allow_pickle)
         self.row, self.seed, self.arena = row, int(recording["seed"]), dict(recording["arena"])
         self.events: list[tuple[str, str]] = []
@@ -153,7 +156,8 @@ class EpisodeRecord:
         self.happened = set(self.events)
 
     def _take(self, events: Sequence[Sequence[Any]]) -> None:
-        steps = {node["id"]: node["steps"] for node in nodes_of(self.row)}
+        steps = {node["id"]: whole_steps(node["steps"]) for node in nodes_of(self.row)}
+        unseen = WholePrompts()
         for kind, key, *rest in events:
             self.events.append((kind, key))
             if kind == ENDED:
@@ -161,9 +165,11 @@ class EpisodeRecord:
             elif rest and "read" in rest[0]:
                 self.readings[key] = rest[0]
             elif rest:
-                self.calls[key] = self._call(len(self.calls), rest[0], steps)
+                self.calls[key] = self._call(len(self.calls), rest[0], steps, unseen)
 
-    def _call(self, number: int, said: Mapping[str, Any], steps: Mapping[str, Sequence[Any]]) -> RecordedCall:
+    def _call(
+        self, number: int, said: Mapping[str, Any], steps: Mapping[str, Sequence[Any]], unseen: WholePrompts
+    ) -> RecordedCall:
         error = tuple(said["error"]) if "error" in said else None
         if "step" in said:
             rollout, index = said["step"]
@@ -175,7 +181,7 @@ class EpisodeRecord:
         step = self.decode(call)
         if isinstance(step, Step):
             step = {field.name: getattr(step, field.name) for field in fields(Step) if field.name != "facts"}
-        return RecordedCall(number, step, error, said.get("text_only", False), seen=False)
+        return RecordedCall(number, unseen.add(step), error, said.get("text_only", False), seen=False)
 
     @property
     def versions(self) -> dict[str, int]:

@@ -42,18 +42,33 @@ function status(step) {
 }
 
 // ---- one turn of one seat ------------------------------------------------------------------------------------------
+// All messages of a prompt: the first ones of the prompt that it goes on from, and its own.
+function messagesOf(run, place) {
+  const parts = [];
+  for (let wanted = Infinity; place !== null;) {
+    const { after, kept, messages } = run.prompts[place];
+    parts.unshift(messages.slice(0, Math.max(wanted - kept, 0)));
+    wanted = Math.min(wanted, kept);
+    place = after;
+  }
+  return parts.flat();
+}
+
 function promptView(run, step) {
-  const messages = run.prompts[step.prompt];
+  const { kept, messages } = run.prompts[step.prompt];
+  const count = kept + messages.length;
   const marked = [step.info.private || []].flat();
-  return el("details", { class: "prompt" },
-    el("summary", {}, `prompt: ${messages.length} message${messages.length === 1 ? "" : "s"}, ${number(step.prompt_tokens)} tokens`),
-    messages.map((message) => {
-      const parts = Array.isArray(message.private) ? [...message.private, ...marked] : marked;
-      const whole = message.private === true;
-      return el("div", { class: "message" }, el("span", { class: "role" }, message.role),
-        whole ? el("span", { class: "badge private" }, "private") : null,
-        el("div", { class: whole ? "said private" : "said" }, whole ? message.content : markPrivate(message.content, parts)));
-    }));
+  const show = (message) => {
+    const parts = Array.isArray(message.private) ? [...message.private, ...marked] : marked;
+    const whole = message.private === true;
+    return el("div", { class: "message" }, el("span", { class: "role" }, message.role),
+      whole ? el("span", { class: "badge private" }, "private") : null,
+      el("div", { class: whole ? "said private" : "said" }, whole ? message.content : markPrivate(message.content, parts)));
+  };
+  const place = el("div");
+  // A long chat has as many prompts as turns, so a prompt's messages are made when it is opened.
+  return el("details", { class: "prompt", ontoggle: () => { if (!place.childNodes.length) fill(place, {}, messagesOf(run, step.prompt).map(show)); } },
+    el("summary", {}, `prompt: ${count} message${count === 1 ? "" : "s"}, ${number(step.prompt_tokens)} tokens`), place);
 }
 
 // The parts of a text that only this seat saw, each in a <mark>.

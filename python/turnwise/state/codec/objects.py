@@ -62,7 +62,8 @@ def _set_attributes(value: Any, attributes: Mapping[str, Any], known: frozenset[
     kind = type(value)
     for name, item in attributes.items():
         found = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
-        slot = next((each for each in found if isinstance(each, types.MemberDescriptorType)), None)
+        inner = [getattr(each, "slot", each) for each in found]  # a field of ``types.prompts.shares`` wraps its slot
+        slot = next((each for each in inner if isinstance(each, types.MemberDescriptorType)), None)
         if slot is not None:
             slot.__set__(value, item)
             continue

@@ -12,6 +12,8 @@ from typing import Any
 from turnwise.chat.messages import ChatError, plain_messages
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import Messages
+from turnwise.types.prompts import Prefix
+from turnwise.types.short_prompts import whole_steps
 from turnwise.utils.files import read_json_lines
 from turnwise.utils.values import check_texts, problem
 
@@ -97,7 +99,9 @@ class RowReader:
             return
         try:
             yield from self._recorded(data, source)
-        except (KeyError, TypeError, AttributeError) as error:
+        except ConfigError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{source}: not an episode as rollouts.jsonl has it: {type(error).__name__}: {error}"
             ) from None
@@ -114,11 +118,12 @@ class RowReader:
         return SFTRow(prompt, _text(data, "completion", source), actor, source)
 
     def _recorded(self, data: Mapping[str, Any], source: str) -> Iterator[SFTRow]:
-        for step in data["steps"]:
+        for step in whole_steps(data["steps"]):
             reason = self._reason_to_omit(data, step)
             if reason is None:
                 ids = step["prompt_token_ids"], step["completion_token_ids"]
-                prompt, thought = _messages(step["prompt"], source), step.get("thought", "")
+                shown, thought = step["prompt"], step.get("thought", "")
+                prompt = _messages(shown.tolist() if isinstance(shown, Prefix) else shown, source)
                 yield SFTRow(prompt, step["completion"], step["actor_id"], source, True, *ids, thought)
             else:
                 self.left_out[reason] += 1
