@@ -16,7 +16,6 @@ from turnwise.report.cluster import lanes
 from turnwise.report.curves import read_shown_metrics, spread
 from turnwise.train.log.lines import parse_line, read_rows
 from turnwise.train.log.secrets import hide_in, secrets_in
-from turnwise.types.short_prompts import FOLLOWS
 from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_regular
 
 _EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
@@ -188,7 +187,7 @@ def call(step: Mapping[str, Any], prompts: Prompts, earlier: Sequence[tuple[int,
     texts = step.get("completion_tokens")
     kept = ("turn", "branch", "selected", "trainable", "reward", "advantage", "finish_reason", "policy")
     messages, tokens = step["prompt"], len(step["prompt_token_ids"])
-    if follows := step.get(FOLLOWS):
+    if follows := step.get("follows"):
         before, answer = earlier[follows["step"]]
         length = prompts.length(before)
         answered = [{"role": "assistant", "content": answer}] if follows["messages"] > length else []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -89,6 +90,8 @@ class Prefix(Sequence[T]):
 
     def numpy(self) -> np.ndarray:
         """Return token ids as int32 of shape ``[length]``, a copy."""
+        import numpy as np
+
         return np.frombuffer(self.whole(), np.int32)
 
     def tolist(self) -> list[T]:
@@ -142,6 +145,8 @@ class Prefix(Sequence[T]):
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        import numpy as np
+
         return np.asarray(self.numpy() if isinstance(self.tail, array) else self.whole(), dtype=dtype)
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from turnwise.arena.recording.rollouts_jsonl import json_line
 from turnwise.utils.files import (
     bounded_lines,
     lines_from_end,
@@ -148,6 +147,8 @@ def add_to_step(path: Path, step: int, values: Mapping[str, Any]) -> None:
 
 
 def _line_of(row: Mapping[str, Any]) -> bytes:
+    from turnwise.arena.recording.rollouts_jsonl import json_line  # those who read need none of it
+
     return f"{json_line(row)}\n".encode()
 
 
