@@ -24,7 +24,7 @@ def told(store: ArtifactStore) -> list[Any]:
     ids = [artifact.id for artifact in store]
     sides = [[item.id for item in store.split(side, share=0.4)] for side in ("train", "eval")]
     lineage = [(store.ancestors(id), store.descendants(id)) for id in ids]
-    draws = [store._pool().draw(k, k > 2, random.Random(k)) for k in (1, 2, 5)] if ids else []
+    draws = [store._pool().draw(k, k > min(2, len(ids)), random.Random(k)) for k in (1, 2, 5)] if ids else []
     return [list(store), [store.outcome(id) for id in ids], sides, lineage, draws, store.preexisting_ids, store.run]
 
 
