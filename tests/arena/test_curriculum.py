@@ -12,8 +12,8 @@ import pytest
 from turnwise.arena import Arena, Filters
 from turnwise.arena.stages import curriculum as curriculum_module
 from turnwise.arena.stages.curriculum import Curriculum, CurriculumStage
-from turnwise.arena.stages.question_rates import SOLVED, UNSOLVED
 from turnwise.arena.stores.indexes import IndexedPool
+from turnwise.arena.stores.question_rates import SOLVED, UNSOLVED
 from turnwise.credit import GRPOCredit
 from turnwise.types import EpisodeRequest, GenerateResult, Rollout, RolloutFacts
 

@@ -238,7 +238,8 @@ def test_private_texts_are_found_as_a_search_of_all_finds_them():
         chat = chat.rejoined([], []) if draw.random() < 0.3 else chat
 
 
-def test_an_observation_of_each_turn_reads_no_earlier_message_again():
+def test_an_observation_of_each_turn_is_searched_alone_in_earlier_messages():
+    """The marks of earlier turns are not: a search of all of them reads 6,400 messages in the last of 80 turns."""
     read = 0
 
     class Text(str):
@@ -256,7 +257,7 @@ def test_an_observation_of_each_turn_reads_no_earlier_message_again():
             chat = chat.rejoined(said, [{"role": "user", "content": Text(f"the secret number {turn} of mine")}])
             assert texts.shown("a", chat) == [f"the secret number {turn} of mine"]
         counts.append(read / turns)
-    assert counts[1] < 2 * counts[0] + turns, "one search of the new text in each message, none of the old ones"
+    assert counts[1] < 2 * turns, "a text has about 80 messages before it, and the new one"
 
 
 def test_a_tokenizer_without_marks_shares_what_is_rendered():

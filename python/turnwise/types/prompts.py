@@ -16,7 +16,6 @@ C = TypeVar("C", bound=type)
 TOKENS = "i"
 """Type code of an array of token ids: int32."""
 
-
 GIVEN = "given"
 """Origin of tokens that a caller of the arena rendered, such as a gateway: no native chat goes on from them."""
 
@@ -88,12 +87,6 @@ class Prefix(Sequence[T]):
         """Return a new list, or array of int32, of all items."""
         return self.tail[:] if self.shared is None else self.shared.items[: self.length] + self.tail
 
-    def numpy(self) -> np.ndarray:
-        """Return token ids as int32 of shape ``[length]``, a copy."""
-        import numpy as np
-
-        return np.frombuffer(self.whole(), np.int32)
-
     def tolist(self) -> list[T]:
         return list(self.whole())
 
@@ -147,7 +140,8 @@ class Prefix(Sequence[T]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         import numpy as np
 
-        return np.asarray(self.numpy() if isinstance(self.tail, array) else self.whole(), dtype=dtype)
+        whole = self.whole()
+        return np.asarray(np.frombuffer(whole, np.int32) if isinstance(whole, array) else whole, dtype=dtype)
 
 
 def shared_length(one: Prefix[T], other: Prefix[T]) -> int:

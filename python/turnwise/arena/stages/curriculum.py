@@ -15,10 +15,10 @@ from random import Random
 from typing import Any, Self
 
 from turnwise.arena.runtime.hashing import derive_seed
-from turnwise.arena.stages.question_rates import QuestionIndex, QuestionRates
 from turnwise.arena.stages.stage import RunParts, Stage
 from turnwise.arena.stores.contents import UNKNOWN
 from turnwise.arena.stores.indexes import IndexedPool
+from turnwise.arena.stores.question_rates import QuestionIndex, QuestionRates
 from turnwise.arena.stores.sampling import SMALL, AttemptStats, Learnability, WeightedPool
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout
 from turnwise.types.facts import Question
