@@ -360,17 +360,28 @@ class Arena(ArenaSetup):
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, generator, stores and credit. A resumed run needs only this and the weights."""
+        return self._kept_state()()
+
+    def kept_state(self) -> Callable[[], dict[str, Any]]:
+        """Keep the present state, and return what gives its :meth:`state_dict`: that of large stores is made then."""
+        if type(self).state_dict is Arena.state_dict:
+            return self._kept_state()
+        state = self.state_dict()  # a subclass adds its own
+        return lambda: state
+
+    def _kept_state(self) -> Callable[[], dict[str, Any]]:
         self.record_attempts()
-        return {
+        stores = {name: store.kept_state() for name, store in self.stores.items()}
+        state = {
             "seed": self.seed,
             "started": self.started,
             "batches": self.batches,
             "loose_calls": self._loose_calls,
             "rng": rng_state(self.rng),
-            "stores": {name: store.state_dict() for name, store in self.stores.items()},
             "credit": state_of(self.credit),
             "stages": self.stages.state_dict(),
         }
+        return lambda: {**state, "stores": {name: kept() for name, kept in stores.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. Raises ``ValueError`` unless the same stores are registered."""

@@ -23,13 +23,13 @@ from turnwise.train.checkpoint.files import (
 )
 from turnwise.train.checkpoint.listing import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
-from turnwise.train.checkpoint.run_state import set_random_state
+from turnwise.train.checkpoint.run_state import random_state, set_random_state
 from turnwise.train.checkpoint.vocabulary import VOCABULARY, check_vocabulary, digest_of
 from turnwise.train.config.changes import Resumed, resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
 from turnwise.train.log.lines import newest_lines
-from turnwise.train.resume_queue import QUEUE, SamplerState, new_queue, pending_files, restore_pending, sampler_state
+from turnwise.train.resume_queue import QUEUE, SamplerState, new_queue, pending_files, restore_pending
 from turnwise.train.resume_stores import begin_stores, forget_old_states, name_run
 from turnwise.train.run_folder import check_records
 from turnwise.utils.registry import name_of
@@ -41,15 +41,15 @@ CREDIT_RULE = "credit_rule"
 """Key of a checkpoint's state with the name of the class whose state it holds as the credit rule's."""
 
 
-def rewound_state(trainer: TrainerView, before: SamplerState) -> SamplerState:
+def rewound_state(trainer: TrainerView, before: SamplerState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state from which a discarded batch is sampled again: ``before``, with the changes by other batches.
 
     Since ``before``, other batches have updated the credit rule and some stages, filled stores, and advanced the
     trainer's generator.
     """
-    arena, generators = before
+    arena, generators = before[0](), before[1]
     if trainer.rollouts.max_ahead:
-        now, generators_now = sampler_state(trainer)
+        now, generators_now = trainer.arena.state_dict(), random_state(trainer.rng)
         stages = trainer.arena.stages.rewound(arena["stages"], now["stages"])
         arena = {**arena, "credit": now["credit"], "stores": now["stores"], "stages": stages}
         generators = {**generators, "trainer": generators_now["trainer"]}
@@ -62,7 +62,10 @@ def save_run(trainer: TrainerView) -> Path:
     It includes finished batches that wait to be trained. A resumed run samples running batches again.
     """
     pending, attachments = pending_files(trainer)
-    arena, generators = sampler_state(trainer) if pending.before is None else rewound_state(trainer, pending.before)
+    if pending.before is None:
+        arena, generators = trainer.arena.state_dict(), random_state(trainer.rng)
+    else:
+        arena, generators = rewound_state(trainer, pending.before)
     # Collect the state that goes into the manifest, and the checkpoints that must stay.
     callbacks = trainer.callbacks.values()
     state = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,13 @@ from turnwise.train.group_queue import GroupQueue, Pending
 QUEUE = "queue.pickle"
 """File of a checkpoint with the batches that were sampled but not trained; absent if there are none."""
 
-SamplerState = tuple[dict[str, Any], dict[str, Any]]
-"""State of the arena, and of the random generators."""
+SamplerState = tuple[Callable[[], dict[str, Any]], dict[str, Any]]
+"""What gives the arena's state, and the states of random generators."""
 
 
 def sampler_state(trainer: TrainerView) -> SamplerState:
     """Return the state of everything that a batch draws from."""
-    return trainer.arena.state_dict(), random_state(trainer.rng)
+    return trainer.arena.kept_state(), random_state(trainer.rng)
 
 
 def new_queue(trainer: TrainerView) -> GroupQueue:

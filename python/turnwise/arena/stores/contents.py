@@ -270,8 +270,9 @@ class StoreContents:
         """Return artifacts and statistics, for a store without a file."""
         names = ("id", "data", "weight", "source", "meta", "parents", "run")
         held = [stored for _, stored in self.tree]
+        of = [{name: getattr(stored.artifact, name) for name in names} | {"weight": stored.weight} for stored in held]
         return {
-            "artifacts": [{name: getattr(stored.artifact, name) for name in names} for stored in held],
+            "artifacts": of,
             "outcomes": {s.artifact.id: asdict(s.outcome) for s in held if s.outcome is not UNKNOWN},
         }
 

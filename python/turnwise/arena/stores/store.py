@@ -276,6 +276,10 @@ class ArtifactStore(Samplable):
     # -- saving --------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs; for a file, a revision. JSON-ready if the artifacts' data are."""
+        return self.kept_state()()
+
+    def kept_state(self) -> Callable[[], dict[str, Any]]:
+        """Keep the present state, in constant time, and return what gives its :meth:`state_dict`."""
         self._catch_up()
         state = {
             "added": self._contents.added,
@@ -284,8 +288,10 @@ class ArtifactStore(Samplable):
             "split": None if self._split is None else self._split.share,
         }
         if self._file is not None:
-            return {**state, **self._file.save_revision()}
-        return {**state, **self._contents.state_dict()}
+            state |= self._file.save_revision()
+            return lambda: state
+        contents = self._contents.fork()
+        return lambda: {**state, **contents.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. Raises ``ValueError`` if the store can't go back to it."""
