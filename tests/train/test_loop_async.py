@@ -158,13 +158,13 @@ async def test_a_batch_drawn_again_leaves_what_others_have_taught(make_trainer, 
     taught["baseline"] = 1.0
     trainer.rng.random()
     arena, generators = rewound_state(trainer, before)
-    now, generators_now = sampler_state(trainer)
-    assert arena["stages"] == now["stages"] != before[0]["stages"]
+    (was, generators_were), (now, generators_now) = [(each[0](), each[1]) for each in (before, sampler_state(trainer))]
+    assert arena["stages"] == now["stages"] != was["stages"]
     assert arena["credit"] == {"baseline": 1.0} and generators["trainer"] == generators_now["trainer"]
-    assert generators["trainer"] != before[1]["trainer"], "the trainer's own draws since then stand"
-    drawn_from = set(before[0]) - {"credit", "stages", "stores"}
-    assert {key: arena[key] for key in drawn_from} == {key: before[0][key] for key in drawn_from}
-    assert any(now[key] != before[0][key] for key in drawn_from), "sampling draws from what is taken back"
+    assert generators["trainer"] != generators_were["trainer"], "the trainer's own draws since then stand"
+    drawn_from = set(was) - {"credit", "stages", "stores"}
+    assert {key: arena[key] for key in drawn_from} == {key: was[key] for key in drawn_from}
+    assert any(now[key] != was[key] for key in drawn_from), "sampling draws from what is taken back"
 
 
 async def test_a_deterministic_run_hands_over_while_nothing_is_sampled(make_trainer):

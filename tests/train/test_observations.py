@@ -128,23 +128,27 @@ class Digits(MultiTurnEpisode):
 
     episode_type = "digits"
     actors = ("player",)
-    max_turns = 4
+    max_turns = 5
     rubric = Rubric([lambda extras: {"player": 1.0}])
 
     def get_prompt(self, artifact):
         return f"{artifact}"
+
+    async def build_messages(self, state, arena, artifact):
+        chat = await self.transcript(state, arena, artifact)
+        return chat if len(chat) < 9 else [{"role": "user", "content": "99"}, *chat[1:]]
 
     def env_response(self, state, arena, artifact):
         return "".join("0123456789"[ord(c) % 10] for c in state.last_completion_text[:3]) + "7"
 
 
 def test_a_batch_marks_what_the_environment_answers(small_model):
-    """The second answer is cut off, so the template closes it. The third one is half of a character, which the fourth
-    chat shows as a replacement character of other tokens."""
+    """The second answer is cut off, so the template closes it. The third one is half of a character, whose token stays.
+    The fifth chat begins with other tokens."""
     tokenizer = small_model()[1]
     digits = [tokenizer.encode(each)[-1] for each in "0123456789"]
     end = tokenizer.encode("<|end|>")[-1]
-    replies = [[digits[3], end], [digits[4]] * 4, [tokenizer.encode("\u00e9")[0], end], [digits[5], end]]
+    replies = [[digits[3], end], [digits[4]] * 4, [tokenizer.encode("\u00e9")[0], end], *[[digits[5], end]] * 2]
     client = ScriptedClient(replies * 2, tokenizer=tokenizer)
     arena = Arena(client, tokenizer, credit=GRPOCredit(center="none", scale="none"), sampling=Sampling(max_tokens=4))
     arena.add_actor(Actor("player"))
@@ -154,8 +158,9 @@ def test_a_batch_marks_what_the_environment_answers(small_model):
     arena.add_stage(ObservationMarks())
     batch = run_to_end(arena.step())
     marked = [tokenizer.decode(batch.token_ids[span][marks_of(batch)[span] != 0]) for span in spans(batch)]
-    assert marked == ["", "<|user|>17<|end|><|assistant|>", "<|end|><|user|>2227<|end|><|assistant|>", ""]
-    assert batch.metrics["observations/unmatched/player"] == pytest.approx(1 / 3)
+    asked = [f"<|user|>{text}<|end|><|assistant|>" for text in ("17", "2227", "37")]
+    assert marked == ["", asked[0], "<|end|>" + asked[1], asked[2], ""]
+    assert batch.metrics["observations/unmatched/player"] == pytest.approx(1 / 4)
 
 
 def test_without_marks_or_observations_it_says_so(small_model, chats):
