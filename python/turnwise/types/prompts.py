@@ -80,8 +80,9 @@ class Prefix(Sequence[T]):
         return Prefix(self.shared, min(length, self.length), self.tail[: max(length - self.length, 0)])
 
     def behind(self, length: int) -> Any:
-        """Return a new list, or array of int32, of the items after the first ``length`` shared ones."""
-        return self.tail[:] if self.shared is None else self.shared.items[length : self.length] + self.tail
+        """Return a new list, or array of int32, of the items after the first ``length``."""
+        tail = self.tail[max(length - self.length, 0) :]
+        return tail if self.shared is None else self.shared.items[length : self.length] + tail
 
     def whole(self) -> Any:
         """Return a new list, or array of int32, of all items."""
@@ -144,6 +145,10 @@ class Prefix(Sequence[T]):
         return np.asarray(np.frombuffer(whole, np.int32) if isinstance(whole, array) else whole, dtype=dtype)
 
 
+NO_TOKENS: Prefix[int] = Prefix(None, 0, array(TOKENS))
+"""The prompt of a row that has no other tokens than its own."""
+
+
 def shared_length(one: Prefix[T], other: Prefix[T]) -> int:
     """Return how many first items of both are known to be the same, without a look at each: 0 if that is not known."""
     shared = min(one.length, other.length) if one.shared is other.shared else 0
@@ -151,6 +156,17 @@ def shared_length(one: Prefix[T], other: Prefix[T]) -> int:
     if shared == one.length and end <= len(other) and other[shared:end] == list(one.tail):
         return end
     return shared
+
+
+def begins(longer: Prefix[T], prompt: Prefix[T], rest: Sequence[T]) -> bool:
+    """True if ``longer`` begins with ``prompt`` and then ``rest``. What both share is not compared."""
+    end, known = len(prompt) + len(rest), shared_length(prompt, longer)
+    return end <= len(longer) and longer[known:end] == [*prompt[known:], *rest]
+
+
+def as_prefix(ids: Any) -> Prefix[int]:
+    """Return token ids that a step or a sample keeps, as :meth:`Prefix.of_tokens` gives them."""
+    return ids if isinstance(ids, Prefix) else Prefix.of_tokens(ids)
 
 
 def as_tokens(ids: Iterable[int]) -> array[int]:
