@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -116,7 +115,7 @@ def _join(samples: Sequence[Sample]) -> tuple[list[Prefix[int]], np.ndarray, np.
         if valid:
             token_ids, logprobs = _flat(ids, "q"), _flat(values, "f")
             valid = len(token_ids) == len(logprobs) == lengths[:, 1].sum()
-            valid = valid and _are_ids(token_ids) and all(map(_are_ids, _parts_of(prompts)))
+            valid = valid and _are_ids(token_ids) and _are_ids(_tokens_of(prompts))
             valid = valid and bool(np.isfinite(logprobs).all())
     except (TypeError, OverflowError):
         valid = False
@@ -135,16 +134,16 @@ def _as_prompt(ids: Any) -> Prefix[int]:
     return Prefix(None, 0, array(TOKENS, whole.astype(np.int32).tobytes()))
 
 
-def _parts_of(prompts: Sequence[Prefix[int]]) -> Iterator[np.ndarray]:
-    """Yield the tokens of all prompts, what several share once."""
+def _tokens_of(prompts: Sequence[Prefix[int]]) -> np.ndarray:
+    """Return the tokens ``[n]`` int32 of all prompts in any order, what several share once."""
     shared: dict[int, tuple[Any, int]] = {}
     for prompt in prompts:
         if prompt.shared is not None:
             _, length = shared.get(id(prompt.shared), (None, 0))
             shared[id(prompt.shared)] = prompt.shared.items, max(length, prompt.length)
-    for items, length in shared.values():
-        yield np.array(items[:length], np.int32)
-    yield np.frombuffer(b"".join([prompt.tail for prompt in prompts]), np.int32)
+    parts = [items[:length] for items, length in shared.values()]
+    parts += [prompt.tail for prompt in prompts]
+    return np.frombuffer(b"".join(parts), np.int32)
 
 
 def _are_ids(ids: np.ndarray) -> bool:
@@ -171,7 +170,10 @@ def _flat(parts: Sequence[Any], code: str) -> np.ndarray:
         if joined.ndim == 1 and joined.dtype.kind in kinds:
             with np.errstate(over="ignore"):  # infinite log-probabilities are found later
                 return joined.astype(dtype, copy=False)
-    return np.array(array(code, list(chain.from_iterable(parts))), dtype)
+    numbers = array(code)
+    for part in parts:
+        numbers.fromlist(part if type(part) is list else list(part))
+    return np.array(numbers, dtype)
 
 
 def _array(part: Any, code: str) -> np.ndarray:

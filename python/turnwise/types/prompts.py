@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -199,6 +199,12 @@ class _Shared:
         self.slot.__set__(owner, value)
 
 
+_KEPT: dict[str, dict[type, Callable[[Any], Any]]] = {}
+"""By field and class: what reads the field as it is kept."""
+
+_NONE: dict[type, Callable[[Any], Any]] = {}
+
+
 def shares(*names: str) -> Any:
     """Let fields of a dataclass with slots keep a :class:`Prefix`; each access to them makes a list.
 
@@ -207,7 +213,9 @@ def shares(*names: str) -> Any:
 
     def decorate(kind: C) -> C:
         for name in names:
-            setattr(kind, name, _Shared(kind.__dict__[name]))
+            slot = kind.__dict__[name]
+            setattr(kind, name, _Shared(slot))
+            _KEPT.setdefault(name, {})[kind] = slot.__get__
         every = tuple(field.name for field in fields(kind))
 
         def getstate(self: Any) -> tuple[None, dict[str, Any]]:
@@ -228,8 +236,8 @@ def _setstate(self: Any, state: tuple[None, Mapping[str, Any]]) -> None:
 
 def kept(owner: Any, name: str) -> Any:
     """Return what a field keeps: a :class:`Prefix`, or the list that it was given."""
-    found = type(owner).__dict__.get(name)
-    return found.slot.__get__(owner) if isinstance(found, _Shared) else getattr(owner, name)
+    get = _KEPT.get(name, _NONE).get(type(owner))
+    return getattr(owner, name) if get is None else get(owner)
 
 
 def prompt_tokens(owner: Any) -> Any:
