@@ -41,13 +41,14 @@ def plain_messages(messages: Any, join: Callable[[Messages, list[Any]], Messages
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
-    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    plain = [plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if join is not None:
         plain = join(plain, [message.get("id") for message in messages])
     return results_in_order(plain)
 
 
-def _plain(message: Any, where: str) -> Message:
+def plain_message(message: Any, where: str) -> Message:
+    """Return one message as :func:`plain_messages` does. Errors name the place ``where`` it stands."""
     if not isinstance(message, Mapping):
         raise ChatError(where, f"got {str(message)[:80]!r}, expected an object with a role")
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
@@ -152,12 +153,15 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
-def results_in_order(messages: Messages) -> Messages:
+def results_in_order(messages: Messages, first: int = 0, *, goes_on: bool = False) -> Messages:
     """Return ``messages`` with the results of each answer's calls in the order of these calls, by ``tool_call_id``.
 
     Templates render results without their ids, so only the order shows which call a result belongs to. Calls and
     results without any id stay as they are. Raises :class:`ChatError` for an id that is missing, doubled or unknown,
     and for a call without a result in a chat that goes on.
+
+    They may be a part of a chat: ``first`` messages stand before them, and with ``goes_on`` an answer or a user's
+    message behind them.
     """
     if not [message for message in messages if message["role"] == "tool" or "tool_calls" in message]:
         return messages
@@ -174,8 +178,8 @@ def results_in_order(messages: Messages) -> Messages:
             end += 1
         results = messages[start:end]
         has_ids = any(call_ids) or any(result.get("tool_call_id") for result in results)
-        goes_on = start < len(messages)
-        ordered += _matched(call_ids, results, start) if has_ids and goes_on else results
+        is_end = start == len(messages) and not goes_on
+        ordered += results if is_end or not has_ids else _matched(call_ids, results, first + start)
         start = end
     return ordered
 

@@ -228,7 +228,7 @@ class Answerer:
     def remember_id(self, endpoint: ActorEndpoint, request: ParsedRequest, completed: CompletedRequest) -> None:
         """Remember the answers by the ids of their calls, and the chat by the id of its answer, for later requests."""
         for choice in completed.choices:
-            endpoint.earlier.answers |= dict.fromkeys(choice.call_ids, choice.message())
+            endpoint.earlier.keep_answer(choice.call_ids, choice.message())
         if request.carried is not None:
             self._decide_end(request)
             answer = completed.choices[0].message()
@@ -236,7 +236,7 @@ class Answerer:
             chat = with_answer(request.carried, answer) if goes_on else [*request.carried, answer]
             endpoint.earlier.chats[completed.id] = chat, request.tools
             endpoint.kept = max(endpoint.kept, request.size)
-            endpoint.earlier.answers |= dict.fromkeys((completed.id, *completed.choices[0].call_ids), chat[-1])
+            endpoint.earlier.keep_answer((completed.id, *completed.choices[0].call_ids), chat[-1])
 
     def _decide_end(self, request: ParsedRequest) -> None:
         """Decide whether a request's chat is continued in its last message."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from turnwise.chat.messages import Tool, tool_names
+from turnwise.integrations.gateway.wire.chats import Dialect, PlainChats, Sent
 from turnwise.types import Message, Messages, ModelResponse, ParsedCompletion
 
 
@@ -72,11 +73,30 @@ class Earlier:
     """The chats that a request may continue by the id of their answer, with their tools."""
     answers: dict[str, Message] = field(default_factory=dict)
     """The answers by their ids, and by those of their calls."""
+    _read: dict[Dialect, PlainChats] = field(default_factory=dict)
+    _asked_for: set[str] = field(default_factory=set)
+    """All ids that were looked for, found or not."""
+
+    def plain(
+        self, dialect: Dialect, messages: Any, lead: int = 0, *, is_converted: bool = False
+    ) -> tuple[Messages, tuple[str, ...]]:
+        """Return a chat in plain messages, and what it says that no model is shown, see :meth:`PlainChats.read`."""
+        if dialect not in self._read:
+            self._read[dialect] = PlainChats(dialect, self.find_answer)
+        return self._read[dialect].read(messages, lead, is_converted=is_converted)
+
+    def keep_answer(self, ids: Sequence[str], answer: Message) -> None:
+        """Keep an answer by its ids."""
+        self.answers |= dict.fromkeys(ids, answer)
+        if not self._asked_for.isdisjoint(ids):  # a client had made up such an id, or the answer was sampled again
+            for chats in self._read.values():
+                chats.forget()
 
     def find_answer(self, part: Any) -> Message | None:
         """Return the answer that a call or an item of the Responses API belongs to, by its id; ``None`` if unknown."""
         of_item = str(part).partition("_")[2]
         names = (str(part), of_item, of_item.rpartition("_")[0])
+        self._asked_for.update(names)
         return next((self.answers[name] for name in names if name in self.answers), None)
 
 
@@ -328,7 +348,7 @@ def continued(earlier: Earlier, answer_id: Any, messages: Messages, where: str) 
         text = f"{where}: no answer {str(answer_id)[:80]!r} in this session"
         raise WireError(400, "previous_response_not_found", text, where)
     before, tools = earlier.chats[key]
-    return [*before, *messages], tools
+    return Sent([*before, *messages]), tools
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> Tool:
@@ -344,6 +364,8 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> T
 
 def read_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
     """Return a list of objects. Raises for anything else."""
+    if isinstance(value, Sent):
+        return value
     if not isinstance(value, (list, tuple)) or not all(isinstance(part, Mapping) for part in value):
         raise invalid(where, "expected a list of objects")
     return list(value)

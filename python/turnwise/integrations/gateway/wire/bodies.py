@@ -1,0 +1,240 @@
+"""Decodes the bodies of requests. Of one that begins as an earlier body did, only the rest is decoded.
+
+Agents send their whole chat with each request, so a body mostly repeats the one before. Two JSON objects whose texts
+agree up to the end of a message have the same messages up to there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from turnwise.chat.messages import well_formed_texts
+from turnwise.integrations.gateway.wire.chats import Sent
+from turnwise.integrations.gateway.wire.request import WireError, invalid
+
+MAX_VALUES = 20_000
+"""Objects and lists of one request: messages, parts, tools and their schemas."""
+DEEPEST = 100
+"""Levels of them in each other."""
+LATEST = 8
+"""Chats of a session whose latest body is kept."""
+CHATS = ("messages", "input")
+"""Fields that hold a chat, in the APIs that the gateway serves."""
+CHAT_BEGINS = re.compile(rb'(?<!\\)"(messages|input)"[ \t\n\r]*:[ \t\n\r]*\[')
+PLACES = 4
+"""Places of a body that may be the beginning of its chat: a schema may have such a field too."""
+NO_VALUE = secrets.token_hex(16)
+"""Stands for a value in a text. No client knows it."""
+
+_decode = json.JSONDecoder().raw_decode
+_encode = json.JSONEncoder(sort_keys=True).encode
+_skip = re.compile(r"[ \t\n\r]*").match
+
+
+class Body(dict[str, Any]):
+    """The fields of a request."""
+
+    chat = ""
+    """The name of the field that holds the chat, a list; ``""`` if there is none, or two."""
+    chat_digest = b""
+    new_bytes = 0
+    """Bytes behind those that an earlier body of the session has too."""
+
+    def digest(self) -> bytes:
+        """Return a digest that is equal for equal values, whatever the order of their fields."""
+        return _digest(self.chat_digest, {name: value for name, value in self.items() if name != self.chat})
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A body up to the last message of its chat. Each list has an item for each message."""
+
+    text: bytes
+    """The body; what is behind the last message doesn't count."""
+    chat: str
+    """The name of the field that holds the chat."""
+    begin: int
+    """Bytes before the first message."""
+    ends: list[int]
+    """Bytes up to the end of each message."""
+    messages: list[Any]
+    values: list[int]
+    """Objects and lists in the messages up to each."""
+    digests: list[bytes]
+    """Digests of the messages up to each."""
+
+    def shared(self, text: bytes) -> int:
+        """Return how many messages ``text`` begins with too."""
+        own, count = memoryview(self.text), len(self.ends)
+        if not count or text.startswith(own[: self.ends[-1]]):
+            return count
+        return bisect_left(range(count), True, key=lambda place: not text.startswith(own[: self.ends[place]]))
+
+    def first(self, count: int) -> Beginning:
+        """Return the beginning up to the first ``count`` messages."""
+        if count == len(self.ends):
+            return self
+        ends, messages, values, digests = (
+            each[:count] for each in (self.ends, self.messages, self.values, self.digests)
+        )
+        return Beginning(self.text, self.chat, self.begin, ends, messages, values, digests)
+
+
+class Bodies:
+    """The latest bodies of a session, one of each chat.
+
+    Example: ``body, beginning = parse_body(text, bodies.beginning(text))``, and then ``bodies.keep(beginning)``.
+    """
+
+    def __init__(self) -> None:
+        self._latest: list[Beginning] = []
+
+    def beginning(self, text: bytes) -> Beginning | None:
+        """Return what ``text`` has in common with an earlier body; ``None`` if that is no message."""
+        found, most = None, 0
+        for each in self._latest:
+            if (count := each.shared(text)) > most:
+                found, most = each, count
+        return None if found is None else found.first(most)
+
+    def keep(self, new: Beginning | None) -> None:
+        """Keep a body for later ones. It replaces the one before of the same chat, whose last message may be gone."""
+        if new is not None:
+            others = [each for each in self._latest if each.shared(new.text) < max(len(each.ends) - 1, 1)]
+            self._latest = [*others[1 - LATEST :], new]
+
+
+def parse_body(text: bytes, known: Beginning | None = None) -> tuple[Body, Beginning | None]:
+    """Return the fields of a body that begins with ``known``, and its own beginning.
+
+    Raises :class:`WireError` for what is no JSON object, or has too many values.
+    """
+    try:
+        return _parse_behind(text, known or _before_the_chat(text))
+    except (ValueError, IndexError, RecursionError):  # it is wrong or unusual: read it as a whole
+        return _parse_whole(text), None
+
+
+def _parse_whole(text: bytes) -> Body:
+    try:
+        fields = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise invalid(None, f"the request is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise invalid(None, "the request is no JSON object")
+    _check(count_values(fields, 1))
+    body = Body(_well_formed(fields, text))
+    chats = [name for name in CHATS if isinstance(body.get(name), list)]
+    if len(chats) == 1:
+        body.chat = chats[0]
+        body.chat_digest = _digests(b"", body[body.chat])[-1]
+    body.new_bytes = len(text)
+    return body
+
+
+def _before_the_chat(text: bytes) -> Beginning:
+    """Return the beginning up to the chat, without any message."""
+    for _, place in zip(range(PLACES), CHAT_BEGINS.finditer(text), strict=False):
+        try:
+            json.loads(text[: place.end()].decode() + "]}")
+        except ValueError:  # not a field of the body itself
+            continue
+        return Beginning(text, place[1].decode(), place.end(), [], [], [], [])
+    raise ValueError("no chat")
+
+
+def _parse_behind(text: bytes, known: Beginning) -> tuple[Body, Beginning]:
+    """Decode what is behind ``known``. Raises ``ValueError`` for an unusual body, such as one with two chats."""
+    name, head = known.chat, text[: known.begin]
+    begin = known.ends[-1] if known.ends else known.begin
+    rest = text[begin:]
+    decoded = rest.decode()
+    new, ends, end = _decode_messages(decoded, is_first=not known.ends)
+    after = json.loads(f'{{"{name}":"{NO_VALUE}"{decoded[end:]}')
+    if after.pop(name) != NO_VALUE:
+        raise ValueError("the chat's field comes twice")
+    body = Body(_well_formed(json.loads(head.decode() + "]}"), head) | _well_formed(after, rest))
+    if any(isinstance(body.get(other), list) for other in CHATS if other != name):
+        raise ValueError("two chats")
+    new, values = _well_formed(new, rest), list(known.values)
+    for message in new:
+        values.append(count_values(message, 3) + (values[-1] if values else 0))
+    _check(count_values(body, 1) + values[-1])
+    digests = known.digests + _digests(known.digests[-1] if known.digests else b"", new)[1:]
+    messages = Sent([*known.messages, *new])
+    body[name], body.chat, body.chat_digest, body.new_bytes = messages, name, digests[-1], len(rest)
+    places = [begin + place for place in _in_bytes(ends, decoded)]
+    return body, Beginning(text, name, known.begin, known.ends + places, messages, values, digests)
+
+
+def _decode_messages(text: str, *, is_first: bool) -> tuple[list[Any], list[int], int]:
+    """Return the objects of the rest of a list, the place behind each, and the place behind the list's end."""
+    messages: list[Any] = []
+    ends: list[int] = []
+    place = _skip(text, 0).end()
+    while is_first or text[place] == ",":
+        message, place = _decode(text, _skip(text, place + (not is_first)).end())
+        if type(message) is not dict or len(messages) > MAX_VALUES:
+            raise ValueError("no chat of objects")
+        messages.append(message)
+        ends.append(place)
+        place, is_first = _skip(text, place).end(), False
+    if text[place] != "]":
+        raise ValueError("no end of the list")
+    return messages, ends, place + 1
+
+
+def _in_bytes(places: list[int], text: str) -> list[int]:
+    """Return places of ``text`` as numbers of its bytes."""
+    if text.isascii():
+        return places
+    found, before, size = [], 0, 0
+    for place in places:
+        size += len(text[before:place].encode())
+        before = place
+        found.append(size)
+    return found
+
+
+def count_values(value: Any, depth: int) -> int:
+    """Return the number of objects and lists in ``value``, itself included, which is at ``depth``."""
+    left: list[tuple[Any, int]] = [(value, depth)]
+    count = 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        _check(count)
+        if depth > DEEPEST:
+            raise invalid(None, f"the request is nested too deeply: more than {DEEPEST} levels")
+        parts = value.values() if isinstance(value, dict) else value
+        left += [(part, depth + 1) for part in parts if isinstance(part, (dict, list))]
+    return count
+
+
+def _check(values: int) -> None:
+    if values > MAX_VALUES:
+        raise WireError(413, "body_too_large", f"the request has more than {MAX_VALUES} objects and lists")
+
+
+def _well_formed(value: Any, text: bytes) -> Any:
+    """Return ``value``, which ``text`` spells, without lone surrogates."""
+    return value if b"\\ud" not in text.lower() else well_formed_texts(value)
+
+
+def _digests(first: bytes, values: Iterable[Any]) -> list[bytes]:
+    """Return ``first``, and the digest of it and the values up to each one."""
+    digests = [first]
+    for value in values:
+        digests.append(_digest(digests[-1], value))
+    return digests
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    return blake2b(before + _encode(value).encode(errors="surrogatepass"), digest_size=16).digest()
