@@ -12,11 +12,11 @@ from aiohttp import web
 
 from turnwise.inference.common.listening import is_known_host
 from turnwise.inference.common.proxies import LOOPBACK
-from turnwise.integrations.gateway.wire.bodies import Body, parse_body
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt
 from turnwise.integrations.gateway.sessions.limits import LONG
 from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
+from turnwise.integrations.gateway.wire.bodies import Body, parse_body
 from turnwise.integrations.gateway.wire.request import ParsedRequest, WireError, unauthorized
 from turnwise.utils.threads import to_thread
 

@@ -123,25 +123,36 @@ class _Reading:
         """
         new = self.messages[count:]
         plain, ids, ends = self._plain(new, count, self.lead + (count if self.is_converted else settled.converted))
-        begin = noted = 0
+        parts: list[tuple[int, int, Messages]] = []
+        """Joined messages, with the number of those that came and of those that were converted, up to here."""
+        begin = 0
         for number, end in enumerate(ends, 1):
             is_last = number == len(ends)
             roles = [message["role"] for message in plain[end - 1 : end + 1]]
             if not is_last and (at_once or roles[0] == "assistant" or roles[1] == "tool"):
                 continue
             part = join(plain[begin:end], ids[begin:end])
-            if not is_last and part[-1]["role"] == "assistant":  # its results may be missing
-                continue
-            self._note_ids(settled, plain[begin:end], ids[begin:end])
-            part = results_in_order(part, self.lead + len(settled.plain), goes_on=not is_last)
-            notes = () if self.is_converted else map(self.chats.dialect.notes, new[noted:number])
-            noticed = tuple(dict.fromkeys((*settled.notes, *(note for each in notes for note in each))))
-            if part[-1]["role"] == "assistant":
-                return [*settled.plain.whole(), *part], noticed
-            longer = settled.plain.followed(part, [])
-            settled = _Settled(new[number - 1], longer, settled.converted + end - begin, settled.ids, noticed)
+            if is_last or part[-1]["role"] != "assistant":  # whose results are behind it, if it has calls
+                self._note_ids(settled, settled.converted + begin, plain[begin:end], ids[begin:end])
+                parts.append((number, end, part))
+                begin = end
+        return self._ordered(new, settled, parts)
+
+    def _ordered(
+        self, new: Sequence[Any], settled: _Settled, parts: Sequence[tuple[int, int, Messages]]
+    ) -> tuple[Messages, Notes]:
+        """Return the whole chat, of which the ``parts`` follow the ``settled`` one, and keep where it settles."""
+        begin, before = 0, settled.converted
+        for number, end, part in parts:
+            ordered = results_in_order(part, self.lead + len(settled.plain), goes_on=number < len(new))
+            every = [] if self.is_converted else map(self.chats.dialect.notes, new[begin:number])
+            notes = tuple(dict.fromkeys([*settled.notes, *(note for each in every for note in each)]))
+            if ordered[-1]["role"] == "assistant":
+                return [*settled.plain.whole(), *ordered], notes
+            longer = settled.plain.followed(ordered, [])
+            settled = _Settled(new[number - 1], longer, before + end, settled.ids, notes)
             self._keep(settled)
-            begin, noted = end, number
+            begin = number
         whole: Messages = settled.plain.whole()
         if whole:
             self._keep(replace(settled, last=whole[-1]))  # an agent may continue it by the id of its answer
@@ -164,14 +175,14 @@ class _Reading:
             ends.append(len(plain))
         return plain, ids, ends
 
-    def _note_ids(self, settled: _Settled, plain: Messages, ids: Sequence[Any]) -> None:
-        """Note the ids of calls and answers. Raises :class:`_JoinsError` for those that the ``settled`` chat has."""
+    def _note_ids(self, settled: _Settled, first: int, plain: Messages, ids: Sequence[Any]) -> None:
+        """Note the ids of calls and answers. Raises :class:`_JoinsError` for those of the ``first`` messages."""
         own: set[str] = set()
-        for place, (message, part) in enumerate(zip(plain, ids, strict=True), settled.converted):
+        for place, (message, part) in enumerate(zip(plain, ids, strict=True), first):
             calls = call_ids(message)
             answers = [id(found) for name in (part, *calls) if name and (found := self.chats.answer_of(name))]
             result_of = {message.get("tool_call_id", "")} - own if message["role"] == "tool" else set()
-            if any(settled.ids.get(name, settled.converted) < settled.converted for name in (*answers, *result_of)):
+            if any(settled.ids.get(name, first) < first for name in (*answers, *result_of)):
                 raise _JoinsError
             own.update(calls)
             for name in (*answers, *calls):
