@@ -148,6 +148,12 @@ def well_formed_texts(value: Any) -> Any:
     return [well_formed_texts(part) for part in value] if isinstance(value, list) else value
 
 
+def characters(messages: Messages) -> int:
+    """Return the length of the texts and calls of plain messages."""
+    texts = sum(len(message["content"]) + len(message.get("reasoning_content") or "") for message in messages)
+    return texts + sum(len(json.dumps(message["tool_calls"])) for message in messages if "tool_calls" in message)
+
+
 def tool_names(tools: Sequence[Tool]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 

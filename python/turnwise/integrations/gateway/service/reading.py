@@ -47,7 +47,7 @@ async def read_bytes(request: web.Request, session: GatewaySession) -> bytes:
 
 async def read_body(text: bytes, session: GatewaySession) -> Body:
     known = session.bodies.beginning(text)
-    new_bytes = len(text) - (known.ends[-1] if known is not None else 0)
+    new_bytes = len(text) - (known.ends[-1] - known.begin if known is not None else 0)
     async with session.limits.turn(new_bytes):
         parse = partial(parse_body, text, known)
         body, beginning = await to_thread(parse) if new_bytes >= LONG else parse()
@@ -64,8 +64,10 @@ async def parse_request(
         parsed: ParsedRequest = dialect.parse(body, endpoint.earlier)
         return parsed, attempt_from(dialect, body, *named)
 
-    async with session.limits.turn(size):
-        parsed, attempt = await to_thread(read) if size >= LONG else read()
+    new_bytes = body.behind(endpoint.earlier.settled(dialect.DIALECT, body.get(body.chat)))
+    async with session.limits.turn(new_bytes):
+        parsed, attempt = await to_thread(read) if new_bytes >= LONG else read()
+    parsed.new_bytes = new_bytes
     parsed.size = size + (endpoint.kept if CONTINUES & body.keys() else 0)
     return parsed, attempt
 

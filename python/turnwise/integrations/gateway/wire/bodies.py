@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -44,8 +44,16 @@ class Body(dict[str, Any]):
     chat = ""
     """The name of the field that holds the chat, a list; ``""`` if there is none, or two."""
     chat_digest = b""
-    new_bytes = 0
-    """Bytes behind those that an earlier body of the session has too."""
+    ends: Sequence[int] = ()
+    """Bytes up to the end of each message of the chat, if they are known."""
+    begin = 0
+    """Bytes before the first message."""
+    size = 0
+    """Bytes in all."""
+
+    def behind(self, count: int) -> int:
+        """Return the bytes without those of the chat's first ``count`` messages."""
+        return self.size - (self.ends[count - 1] - self.begin if count and self.ends else 0)
 
     def digest(self) -> bytes:
         """Return a digest that is equal for equal values, whatever the order of their fields."""
@@ -135,7 +143,7 @@ def _parse_whole(text: bytes) -> Body:
     if len(chats) == 1:
         body.chat = chats[0]
         body.chat_digest = _digests(b"", body[body.chat])[-1]
-    body.new_bytes = len(text)
+    body.size = len(text)
     return body
 
 
@@ -169,9 +177,10 @@ def _parse_behind(text: bytes, known: Beginning) -> tuple[Body, Beginning]:
     _check(count_values(body, 1) + values[-1])
     digests = known.digests + _digests(known.digests[-1] if known.digests else b"", new)[1:]
     messages = Sent([*known.messages, *new])
-    body[name], body.chat, body.chat_digest, body.new_bytes = messages, name, digests[-1], len(rest)
-    places = [begin + place for place in _in_bytes(ends, decoded)]
-    return body, Beginning(text, name, known.begin, known.ends + places, messages, values, digests)
+    whole_ends = known.ends + [begin + place for place in _in_bytes(ends, decoded)]
+    body[name], body.chat, body.chat_digest = messages, name, digests[-1]
+    body.size, body.begin, body.ends = len(text), known.begin, whole_ends
+    return body, Beginning(text, name, known.begin, whole_ends, messages, values, digests)
 
 
 def _decode_messages(text: str, *, is_first: bool) -> tuple[list[Any], list[int], int]:

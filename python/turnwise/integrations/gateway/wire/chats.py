@@ -78,6 +78,16 @@ class PlainChats:
         """Read all chats anew, as an id in them is that of another answer now."""
         self._kept = OrderedDict()  # a thread may be filling the old one
 
+    def settled(self, messages: Any) -> tuple[int, _Settled]:
+        """Return the number of first messages that are settled, and the chat up to there."""
+        kept = self._kept
+        for place in range(len(messages) if isinstance(messages, Sent) and kept else 0, 0, -1):
+            key = id(messages[place - 1])
+            if (found := kept.pop(key, None)) is not None:
+                kept[key] = found  # those in use stay the longest
+                return place, found
+        return 0, _Settled()
+
     def read(self, messages: Sequence[Any], lead: int = 0, *, is_converted: bool = False) -> tuple[Messages, Notes]:
         """Return the plain messages and their notes. Raises :class:`WireError` and :class:`ChatError`.
 
@@ -87,22 +97,12 @@ class PlainChats:
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not (messages or lead):
             raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
         kept = self._kept
-        count, settled = _latest(messages, kept) if isinstance(messages, Sent) and kept else (0, _Settled())
+        count, settled = self.settled(messages)
         reading = _Reading(self, kept, messages, lead, is_converted)
         try:
             return reading.behind(count, settled, self._join)
         except _JoinsError:
             return reading.behind(0, _Settled(), self._join, at_once=True)
-
-
-def _latest(messages: Sent, kept: OrderedDict[int, _Settled]) -> tuple[int, _Settled]:
-    """Return the longest beginning that is known, and its number of messages."""
-    for place in range(len(messages), 0, -1):
-        key = id(messages[place - 1])
-        if (found := kept.pop(key, None)) is not None:
-            kept[key] = found  # those in use stay the longest
-            return place, found
-    return 0, _Settled()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -85,6 +85,10 @@ class Earlier:
             self._read[dialect] = PlainChats(dialect, self.find_answer)
         return self._read[dialect].read(messages, lead, is_converted=is_converted)
 
+    def settled(self, dialect: Dialect, messages: Any) -> int:
+        """Return how many first messages a chat has that was read before, and needn't be read again."""
+        return self._read[dialect].settled(messages)[0] if dialect in self._read else 0
+
     def keep_answer(self, ids: Sequence[str], answer: Message) -> None:
         """Keep an answer by its ids."""
         self.answers |= dict.fromkeys(ids, answer)
@@ -168,6 +172,8 @@ class ParsedRequest:
     """The fields that were taken and change nothing: wishes for effort or style, and names of speakers."""
     size: int = 0
     """Bytes of the request, and of those that it continues."""
+    new_bytes: int = 0
+    """Bytes of the request behind the messages that the actor has sent before."""
 
     @property
     def readable_tools(self) -> list[Tool]:
