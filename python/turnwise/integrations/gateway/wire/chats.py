@@ -123,8 +123,10 @@ class _Reading:
         """
         new = self.messages[count:]
         plain, ids, ends = self._plain(new, count, self.lead + (count if self.is_converted else settled.converted))
-        parts: list[tuple[int, int, Messages]] = []
-        """Joined messages, with the number of those that came and of those that were converted, up to here."""
+        if count and plain and plain[0]["role"] == "tool":
+            raise _JoinsError
+        parts: list[tuple[int, int, Messages, bool]] = []
+        """Joined messages: how many came and were converted up to here, the messages, and whether these settle."""
         begin = 0
         for number, end in enumerate(ends, 1):
             is_last = number == len(ends)
@@ -132,22 +134,23 @@ class _Reading:
             if not is_last and (at_once or roles[0] == "assistant" or roles[1] == "tool"):
                 continue
             part = join(plain[begin:end], ids[begin:end])
-            if is_last or part[-1]["role"] != "assistant":  # whose results are behind it, if it has calls
+            settles = "assistant" not in (roles[0], part[-1]["role"])
+            if is_last or settles:
                 self._note_ids(settled, settled.converted + begin, plain[begin:end], ids[begin:end])
-                parts.append((number, end, part))
+                parts.append((number, end, part, settles))
                 begin = end
         return self._ordered(new, settled, parts)
 
     def _ordered(
-        self, new: Sequence[Any], settled: _Settled, parts: Sequence[tuple[int, int, Messages]]
+        self, new: Sequence[Any], settled: _Settled, parts: Sequence[tuple[int, int, Messages, bool]]
     ) -> tuple[Messages, Notes]:
         """Return the whole chat, of which the ``parts`` follow the ``settled`` one, and keep where it settles."""
         begin, before = 0, settled.converted
-        for number, end, part in parts:
+        for number, end, part, settles in parts:
             ordered = results_in_order(part, self.lead + len(settled.plain), goes_on=number < len(new))
             every = [] if self.is_converted else map(self.chats.dialect.notes, new[begin:number])
             notes = tuple(dict.fromkeys([*settled.notes, *(note for each in every for note in each)]))
-            if ordered[-1]["role"] == "assistant":
+            if not settles:
                 return [*settled.plain.whole(), *ordered], notes
             longer = settled.plain.followed(ordered, [])
             settled = _Settled(new[number - 1], longer, before + end, settled.ids, notes)

@@ -1,0 +1,226 @@
+"""Chats that are sent again with each request: they are read as if each request were the first, and cost what is new."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import pytest
+
+from turnwise.chat.histories import Histories, SampledCall
+from turnwise.chat.messages import ChatError, well_formed_texts
+from turnwise.integrations.gateway.wire import anthropic_messages, openai_chat, openai_responses
+from turnwise.integrations.gateway.wire.bodies import LATEST, Bodies, parse_body
+from turnwise.integrations.gateway.wire.request import Earlier, WireError
+from turnwise.types.prompts import Prefix
+
+from ...operations import count_operations
+
+TEXTS = ["", "a", "Straße", "日本", "\U0001f600", "\ud800", 'a"]}', '"messages": [', "\\", "b " * 30]
+
+
+class ChatMessages:
+    """Chat Completions: the messages of an answer, and of a user."""
+
+    dialect, field, chat_id = openai_chat, "messages", None
+
+    def said(self, rng):
+        role = rng.choice(["user", "user", "user", "system", "developer"])
+        named = {"name": "ann"} if rng.random() < 0.1 else {}
+        return {"role": role, "content": content(rng, "text"), **named}
+
+    def parts(self, rng, number, answer):
+        calls = [{"type": "function", **call} for call in as_text(answer)]
+        messages = [{"role": "assistant", "content": answer["content"], "reasoning_content": answer["reasoning_content"]}]
+        if rng.random() < 0.3:
+            return [*messages, *({"role": "assistant", "content": None, "tool_calls": [call]} for call in calls)]
+        return [{**messages[0], "tool_calls": calls}] if calls else messages
+
+    def result(self, rng, call):
+        return {"role": "tool", "tool_call_id": call, "content": rng.choice(TEXTS)}
+
+
+class ResponsesItems:
+    dialect, field, chat_id = openai_responses, "input", "previous_response_id"
+
+    def said(self, rng):
+        return {"role": rng.choice(["user", "user", "system"]), "content": content(rng, "input_text")}
+
+    def parts(self, rng, number, answer):
+        thought = [{"type": "reasoning_text", "text": answer["reasoning_content"]}]
+        items = [
+            {"type": "reasoning", "id": f"rs_{number}", "content": thought},
+            {"type": "message", "role": "assistant", "id": f"msg_{number}", "content": answer["content"]},
+            *(
+                {"type": "function_call", "id": f"fc_{number}_{place}", "call_id": call["id"], **call["function"]}
+                for place, call in enumerate(as_text(answer))
+            ),
+        ]
+        if rng.random() < 0.3:
+            rng.shuffle(items)
+        return [{key: each[key] for key in each if key != "id" or rng.random() < 0.8} for each in items]
+
+    def result(self, rng, call):
+        return {"type": "function_call_output", "call_id": call, "output": rng.choice(TEXTS)}
+
+
+class AnthropicMessages:
+    dialect, field, chat_id = anthropic_messages, "messages", "thread"
+
+    def said(self, rng):
+        return {"role": "user", "content": content(rng, "text")}
+
+    def parts(self, rng, number, answer):
+        blocks = [
+            {"type": "thinking", "thinking": answer["reasoning_content"]},
+            {"type": "text", "text": answer["content"]},
+            *(
+                {"type": "tool_use", "id": call["id"], "name": "add", "input": call["function"]["arguments"]}
+                for call in answer["tool_calls"]
+            ),
+        ]
+        cut = rng.choice([0, 0, 1, 2])
+        return [{"role": "assistant", "content": part} for part in (blocks[:cut], blocks[cut:]) if part]
+
+    def result(self, rng, call):
+        failed = {"is_error": True} if rng.random() < 0.1 else {}
+        block = {"type": "tool_result", "tool_use_id": call, "content": rng.choice(TEXTS), **failed}
+        return {"role": "user", "content": [block]}
+
+
+WIRES = {"chat": ChatMessages(), "responses": ResponsesItems(), "messages": AnthropicMessages()}
+
+
+def content(rng, kind):
+    texts = [rng.choice(TEXTS) for _ in range(rng.choice([1, 1, 2]))]
+    return texts[0] if len(texts) == 1 else [{"type": kind, "text": text} for text in texts]
+
+
+def as_text(answer):
+    calls = copy.deepcopy(answer["tool_calls"])
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return calls
+
+
+def answer_of(rng, number):
+    calls = [
+        {"id": f"call_{number}_{place}", "function": {"name": "add", "arguments": {"a": rng.choice([1, 1.0, True])}}}
+        for place in range(rng.choice([0, 0, 1, 2]))
+    ]
+    return {"role": "assistant", "content": f"so {number}", "reasoning_content": "hm", "tool_calls": calls}
+
+
+def grown(rng, wire, chat, number):
+    """Return the chat with an answer, the results of its calls, and a message: mostly as an agent sends them."""
+    answer = answer_of(rng, number)
+    results = [wire.result(rng, call["id"]) for call in answer["tool_calls"]]
+    more = [*wire.parts(rng, number, answer), *results, *([] if results and rng.random() < 0.7 else [wire.said(rng)])]
+    if rng.random() < 0.05:
+        rng.shuffle(more)
+    return [*chat, *more], answer
+
+
+def edited(rng, wire, chat):
+    """Return a copy with one change at a random place."""
+    chat, place = list(chat), rng.randrange(len(chat))
+    match rng.randrange(5):
+        case 0:
+            chat[place] = wire.said(rng)
+        case 1:
+            chat.insert(place, wire.said(rng))
+        case 2:
+            del chat[place]
+        case 3:
+            other = rng.randrange(len(chat))
+            chat[place], chat[other] = chat[other], chat[place]
+        case 4:
+            del chat[place + 1 :]
+    return chat or [wire.said(rng)]
+
+
+def written(rng, body):
+    """Return a body's bytes, with its fields in a random order, and mostly as other requests are written."""
+    names = list(body)
+    if rng.random() < 0.2:
+        rng.shuffle(names)
+    body = {name: body[name] for name in names}
+    indent, plain = (2, True) if rng.random() < 0.05 else (None, "\\ud8" in json.dumps(body))
+    text = json.dumps(body, indent=indent, ensure_ascii=plain)
+    if rng.random() < 0.05:
+        place = rng.randrange(len(text))
+        text = text[:place] + rng.choice(["", "}", "]", '"', ',"x":1', '"messages":[]', "1"]) + text[place + 1 :]
+    return text.encode()
+
+
+def outcome(call):
+    try:
+        return call()
+    except (WireError, ChatError) as error:
+        return type(error), str(error)
+
+
+def whole_body(text):
+    return parse_body(text)[0]
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("again", range(8))
+def test_a_request_is_read_as_if_it_were_the_first(name, again):
+    seed = random.randrange(2**32) if again else 0
+    print("seed", seed)
+    rng, wire = random.Random(seed), WIRES[name]
+    bodies, earlier, chats = Bodies(), Earlier(), [[wire.said(rng)] for _ in range(3)]
+    answers, parsed, went_on = [], 0, 0
+    for number in range(120):
+        place = rng.randrange(len(chats))
+        if rng.random() < 0.1:
+            chats[place] = edited(rng, wire, chats[place])
+        if rng.random() < 0.1:
+            chats[place] = list(rng.choice(chats))
+        sent = list(chats[place])
+        if rng.random() < 0.2:
+            sent.append(wire.said(rng))  # a note that the next request lacks
+        body = {"model": "solver", wire.field: sent, "temperature": rng.choice([0, 1])}
+        body |= {"tools": []} if rng.random() < 0.3 else {}
+        if rng.random() < 0.1 and wire.chat_id and earlier.chats:
+            body[wire.field] = sent[-1:]
+            known = f"resp_{rng.choice(list(earlier.chats))}"
+            body[wire.chat_id] = known if wire.chat_id != "thread" else {"previous_message_id": known}
+        if rng.random() < 0.2 and wire.dialect is anthropic_messages:
+            body["system"] = rng.choice(TEXTS)
+        text = written(rng, body)
+
+        known = bodies.beginning(text)
+        found = outcome(lambda text=text, known=known: parse_body(text, known))
+        try:
+            fresh = well_formed_texts(json.loads(text.decode()))
+        except ValueError as error:
+            assert found == (WireError, f"400 invalid_request: the request is no JSON: {error}")
+            continue
+        given, beginning = found
+        assert json.dumps(given) == json.dumps(fresh), "also the order of fields, and 1 for 1.0"
+        shuffled = dict(rng.sample(list(fresh.items()), len(fresh)))
+        assert given.digest() == whole_body(json.dumps(shuffled, indent=1).encode()).digest()
+        assert given.digest() != whole_body(json.dumps({**fresh, "seed": 1}).encode()).digest()
+        bodies.keep(beginning)
+
+        anew = Earlier(earlier.chats, earlier.answers)
+        went_on += earlier.settled(wire.dialect.DIALECT, given.get(given.chat)) > 0
+        request = outcome(lambda given=given: wire.dialect.parse(given, earlier))
+        other = outcome(lambda fresh=fresh, anew=anew: wire.dialect.parse(fresh, anew))
+        assert request == other
+        if isinstance(request, tuple):
+            chats[place] = chats[place][:1]
+            continue
+        parsed += 1
+        chats[place], answer = grown(rng, wire, chats[place], number)
+        answers.append((number, answer))
+        if request.carried is not None:
+            earlier.chats[str(number)] = [*request.carried, answer], []
+        while answers and rng.random() < 0.8:  # some are known late, when their ids were already looked for
+            made, answer = answers.pop(0)
+            earlier.keep_answer([str(made), *(call["id"] for call in answer["tool_calls"])], answer)
+    print(parsed, went_on)
+    assert parsed > 40 and went_on > 5
