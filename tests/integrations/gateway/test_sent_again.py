@@ -23,7 +23,7 @@ TEXTS = ["", "a", "Straße", "日本", "\U0001f600", "\ud800", 'a"]}', '"message
 class ChatMessages:
     """Chat Completions: the messages of an answer, and of a user."""
 
-    dialect, field, chat_id = openai_chat, "messages", None
+    dialect, field = openai_chat, "messages"
 
     def said(self, rng):
         role = rng.choice(["user", "user", "user", "system", "developer"])
@@ -32,17 +32,22 @@ class ChatMessages:
 
     def parts(self, rng, number, answer):
         calls = [{"type": "function", **call} for call in as_text(answer)]
-        messages = [{"role": "assistant", "content": answer["content"], "reasoning_content": answer["reasoning_content"]}]
+        messages = [
+            {"role": "assistant", "content": answer["content"], "reasoning_content": answer["reasoning_content"]}
+        ]
         if rng.random() < 0.3:
             return [*messages, *({"role": "assistant", "content": None, "tool_calls": [call]} for call in calls)]
         return [{**messages[0], "tool_calls": calls}] if calls else messages
+
+    def whole(self, answer):
+        return [{**answer, "tool_calls": as_text(answer)}]
 
     def result(self, rng, call):
         return {"role": "tool", "tool_call_id": call, "content": rng.choice(TEXTS)}
 
 
 class ResponsesItems:
-    dialect, field, chat_id = openai_responses, "input", "previous_response_id"
+    dialect, field = openai_responses, "input"
 
     def said(self, rng):
         return {"role": rng.choice(["user", "user", "system"]), "content": content(rng, "input_text")}
@@ -61,12 +66,15 @@ class ResponsesItems:
             rng.shuffle(items)
         return [{key: each[key] for key in each if key != "id" or rng.random() < 0.8} for each in items]
 
+    def whole(self, answer):
+        return self.parts(random.Random(0), int(answer["content"].split()[1]), answer)
+
     def result(self, rng, call):
         return {"type": "function_call_output", "call_id": call, "output": rng.choice(TEXTS)}
 
 
 class AnthropicMessages:
-    dialect, field, chat_id = anthropic_messages, "messages", "thread"
+    dialect, field = anthropic_messages, "messages"
 
     def said(self, rng):
         return {"role": "user", "content": content(rng, "text")}
@@ -82,6 +90,9 @@ class AnthropicMessages:
         ]
         cut = rng.choice([0, 0, 1, 2])
         return [{"role": "assistant", "content": part} for part in (blocks[:cut], blocks[cut:]) if part]
+
+    def whole(self, answer):
+        return self.parts(random.Random(2), 0, answer)
 
     def result(self, rng, call):
         failed = {"is_error": True} if rng.random() < 0.1 else {}
@@ -161,10 +172,6 @@ def outcome(call):
         return type(error), str(error)
 
 
-def whole_body(text):
-    return parse_body(text)[0]
-
-
 @pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("again", range(8))
 def test_a_request_is_read_as_if_it_were_the_first(name, again):
@@ -184,10 +191,6 @@ def test_a_request_is_read_as_if_it_were_the_first(name, again):
             sent.append(wire.said(rng))  # a note that the next request lacks
         body = {"model": "solver", wire.field: sent, "temperature": rng.choice([0, 1])}
         body |= {"tools": []} if rng.random() < 0.3 else {}
-        if rng.random() < 0.1 and wire.chat_id and earlier.chats:
-            body[wire.field] = sent[-1:]
-            known = f"resp_{rng.choice(list(earlier.chats))}"
-            body[wire.chat_id] = known if wire.chat_id != "thread" else {"previous_message_id": known}
         if rng.random() < 0.2 and wire.dialect is anthropic_messages:
             body["system"] = rng.choice(TEXTS)
         text = written(rng, body)
@@ -202,8 +205,8 @@ def test_a_request_is_read_as_if_it_were_the_first(name, again):
         given, beginning = found
         assert json.dumps(given) == json.dumps(fresh), "also the order of fields, and 1 for 1.0"
         shuffled = dict(rng.sample(list(fresh.items()), len(fresh)))
-        assert given.digest() == whole_body(json.dumps(shuffled, indent=1).encode()).digest()
-        assert given.digest() != whole_body(json.dumps({**fresh, "seed": 1}).encode()).digest()
+        assert given.digest() == parse_body(json.dumps(shuffled, indent=1).encode())[0].digest()
+        assert given.digest() != parse_body(json.dumps({**fresh, "seed": 1}).encode())[0].digest()
         bodies.keep(beginning)
 
         anew = Earlier(earlier.chats, earlier.answers)
@@ -217,10 +220,75 @@ def test_a_request_is_read_as_if_it_were_the_first(name, again):
         parsed += 1
         chats[place], answer = grown(rng, wire, chats[place], number)
         answers.append((number, answer))
-        if request.carried is not None:
-            earlier.chats[str(number)] = [*request.carried, answer], []
         while answers and rng.random() < 0.8:  # some are known late, when their ids were already looked for
             made, answer = answers.pop(0)
             earlier.keep_answer([str(made), *(call["id"] for call in answer["tool_calls"])], answer)
     print(parsed, went_on)
     assert parsed > 40 and went_on > 5
+
+
+def without(message, name):
+    return {key: value for key, value in message.items() if key != name}
+
+
+def asked(wire, chat, **fields):
+    return json.dumps({"model": "solver", **fields, wire.field: chat}).encode()
+
+
+def read(wire, bodies, earlier, text):
+    body, beginning = parse_body(text, bodies.beginning(text))
+    bodies.keep(beginning)
+    return wire.dialect.parse(body, earlier)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("responses", lambda number: {"previous_response_id": f"resp_{number}"}),
+        ("messages", lambda number: {"thread": {"previous_message_id": f"msg_{number}"}}),
+    ],
+)
+def test_a_chat_that_goes_on_by_the_id_of_its_answer_is_the_one_that_is_sent_as_a_whole(name, named):
+    rng, wire, bodies, earlier = random.Random(0), WIRES[name], Bodies(), Earlier()
+    begins = {"system": "Be brief."} if name == "messages" else {}
+    whole, new, fields = [wire.said(rng)], None, {"thread": {"type": "new"}} if name == "messages" else {}
+    for number in range(30):
+        found = read(wire, bodies, earlier, asked(wire, new or whole, **fields, **begins))
+        assert found.messages == read(wire, Bodies(), Earlier(), asked(wire, whole, **begins)).messages
+        answer = answer_of(rng, number)
+        calls = [call["id"] for call in answer["tool_calls"]]
+        earlier.keep_answer([str(number), *calls], answer)
+        earlier.chats[str(number)] = [*found.carried, answer if calls else without(answer, "tool_calls")], []
+        new = [wire.result(rng, call) for call in calls] or [wire.said(rng)]
+        whole, fields = [*whole, *wire.whole(answer), *new], named(number)
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("turns", [1, LATEST])
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_request_costs_what_is_new_in_it(name, turns, noted):
+    """Also where chats take turns, and where each request ends with a note that the next one lacks."""
+    wire, bodies, earlier, histories = WIRES[name], Bodies(), Earlier(), Histories()
+    chats = [[{"role": "user", "content": f"question {place}"}] for place in range(turns)]
+    note = [{"role": "user", "content": "some left"}] if noted else []
+    counts = []
+
+    def ask(chat, answer):
+        found = read(wire, bodies, earlier, asked(wire, [*chat, *note]))
+        if not noted:  # a changed chat is rendered anew
+            assert histories.find(found.messages, [])[0] == len(found.messages) - 1
+            assert histories.known(found.messages) in (0, len(found.messages) - 1)
+            histories.add(found.messages, SampledCall(Prefix.of_tokens([1]), [2], answer, []))
+
+    for number in range(120):
+        for place, chat in enumerate(chats):
+            answer = {
+                "role": "assistant",
+                "content": f"so {number} {place}",
+                "reasoning_content": "hm",
+                "tool_calls": [],
+            }
+            counts.append(count_operations(lambda chat=chat, answer=answer: ask(chat, answer)))
+            chats[place] = [*chat, *wire.whole(answer), {"role": "user", "content": "on"}]
+    few, many = (sum(counts[turns * begin : turns * (begin + 10)]) for begin in (10, 110))
+    assert many < 1.1 * few, f"{few} and {many} operations"
