@@ -159,15 +159,12 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
-def results_in_order(messages: Messages, first: int = 0, *, goes_on: bool = False) -> Messages:
+def results_in_order(messages: Messages, first: int = 0) -> Messages:
     """Return ``messages`` with the results of each answer's calls in the order of these calls, by ``tool_call_id``.
 
     Templates render results without their ids, so only the order shows which call a result belongs to. Calls and
     results without any id stay as they are. Raises :class:`ChatError` for an id that is missing, doubled or unknown,
-    and for a call without a result in a chat that goes on.
-
-    They may be a part of a chat: ``first`` messages stand before them, and with ``goes_on`` an answer or a user's
-    message behind them.
+    and for a call without a result in a chat that goes on. ``first`` messages stand before these.
     """
     if not [message for message in messages if message["role"] == "tool" or "tool_calls" in message]:
         return messages
@@ -184,8 +181,8 @@ def results_in_order(messages: Messages, first: int = 0, *, goes_on: bool = Fals
             end += 1
         results = messages[start:end]
         has_ids = any(call_ids) or any(result.get("tool_call_id") for result in results)
-        is_end = start == len(messages) and not goes_on
-        ordered += results if is_end or not has_ids else _matched(call_ids, results, first + start)
+        goes_on = start < len(messages)
+        ordered += _matched(call_ids, results, first + start) if has_ids and goes_on else results
         start = end
     return ordered
 

@@ -1,4 +1,4 @@
-"""Chats that are sent again with each request: they are read as if each request were the first, and cost what is new."""
+"""Chats that are sent again with each request: each is read as if it were the first, and costs what is new in it."""
 
 from __future__ import annotations
 
@@ -151,14 +151,17 @@ def edited(rng, wire, chat):
     return chat or [wire.said(rng)]
 
 
-def written(rng, body):
-    """Return a body's bytes, with its fields in a random order, and mostly as other requests are written."""
+def written(rng, body, lone):
+    """Return a body's bytes, with its fields in a random order, and mostly as other requests are written.
+
+    Texts have ``lone`` surrogates, which only escapes can spell, or none.
+    """
     names = list(body)
     if rng.random() < 0.2:
         rng.shuffle(names)
     body = {name: body[name] for name in names}
-    indent, plain = (2, True) if rng.random() < 0.05 else (None, "\\ud8" in json.dumps(body))
-    text = json.dumps(body, indent=indent, ensure_ascii=plain)
+    text = json.dumps(body, indent=2 if rng.random() < 0.05 else None, ensure_ascii=lone)
+    text = text if lone else text.replace("\ud800", "ü")
     if rng.random() < 0.05:
         place = rng.randrange(len(text))
         text = text[:place] + rng.choice(["", "}", "]", '"', ',"x":1', '"messages":[]', "1"]) + text[place + 1 :]
@@ -193,7 +196,7 @@ def test_a_request_is_read_as_if_it_were_the_first(name, again):
         body |= {"tools": []} if rng.random() < 0.3 else {}
         if rng.random() < 0.2 and wire.dialect is anthropic_messages:
             body["system"] = rng.choice(TEXTS)
-        text = written(rng, body)
+        text = written(rng, body, lone=again % 2 == 0)
 
         known = bodies.beginning(text)
         found = outcome(lambda text=text, known=known: parse_body(text, known))
@@ -225,6 +228,85 @@ def test_a_request_is_read_as_if_it_were_the_first(name, again):
             earlier.keep_answer([str(made), *(call["id"] for call in answer["tool_calls"])], answer)
     print(parsed, went_on)
     assert parsed > 40 and went_on > 5
+
+
+MESSAGE = '{"role": "user", "content": "ü"}'
+ODD = [
+    f'{{"messages": [{MESSAGE}], "messages": 1}}',
+    f'{{"messages": [{MESSAGE}], "messages": [{MESSAGE}, {MESSAGE}]}}',
+    f'{{"messages": [{MESSAGE}], "input": [{MESSAGE}]}}',
+    f'{{"messages": [{MESSAGE}], "input": "x"}}',
+    f'{{"messages": [{MESSAGE}], "model": "a", "model": "b"}}',
+    f'{{"tools": [{{"messages": [1]}}], "messages": [{MESSAGE}]}}',
+    f'{{"a\\"messages": [{MESSAGE}]}}',
+    f'{{"input": "a", "input": 1, "messages" :\t[ {MESSAGE} , {MESSAGE} ] }}',
+    f'{{"messages": [{MESSAGE}, 1]}}',
+    f'{{"messages": [{MESSAGE}], "top_p": NaN}}',
+    f'{{"messages": [{MESSAGE}], "metadata": {"[" * 99}{"]" * 99}}}',
+    f'{{"messages": [{MESSAGE}], "metadata": {"[" * 900}{"]" * 900}}}',
+    *(
+        f'{{"messages": [{MESSAGE}{end}'
+        for end in ("", "]", "]} x", "],}", ",]}", ", ]}", ",,1]}", "}", "]]}", '],"x"}')
+    ),
+    *('{"messages": []}', f"[{MESSAGE}]", f'\ufeff{{"messages": [{MESSAGE}]}}', "[" * 9999),
+]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_an_odd_body_is_read_as_json_says(text):
+    bodies = Bodies()
+    bodies.keep(parse_body(f'{{"messages": [{MESSAGE}]}}'.encode())[1])
+    text = text.encode()
+    found = outcome(lambda: parse_body(text, bodies.beginning(text)))
+    try:
+        fresh = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        assert found == (WireError, f"400 invalid_request: the request is no JSON: {error}")
+        return
+    if isinstance(found[0], type):
+        assert "too deeply" in found[1] if "metadata" in fresh else not isinstance(fresh, dict)
+        return
+    body, _ = found
+    assert json.dumps(body) == json.dumps(fresh)
+    turned = json.dumps(dict(reversed(fresh.items()))).encode()
+    assert (
+        body.digest()
+        == parse_body(turned)[0].digest()
+        == parse_body(turned + b" ", bodies.beginning(turned))[0].digest()
+    )
+
+
+@pytest.mark.parametrize(
+    ("items", "cuts"),
+    [
+        ("user call0 call1 out0 out1 text", (4, 5)),
+        ("user call0 out0 user text", (4,)),
+        ("user call0 out0 text", (3,)),
+        ("user call0 out0 text call2 out2", (3, 4)),
+        ("user thought user call0 out0 text call2 out2 user", (6,)),
+        ("user call0 call1 out0 out1 user out0", (6,)),
+        ("user call0 out0 user call0 out0", (4,)),
+    ],
+)
+def test_parts_of_an_answer_are_joined_across_requests(items, cuts):
+    """Where a request ends between the parts of one answer, or between its results."""
+    given = {
+        "user": {"role": "user", "content": "x"},
+        "thought": {"type": "reasoning", "id": "rs_4", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        "text": {"type": "message", "role": "assistant", "id": "msg_4", "content": "so"},
+    }
+    for place in range(3):
+        given[f"call{place}"] = {"type": "function_call", "call_id": f"c{place}", "name": "add", "arguments": "{}"}
+        given[f"out{place}"] = {"type": "function_call_output", "call_id": f"c{place}", "output": f"{place}"}
+    wire, bodies, earlier = WIRES["responses"], Bodies(), Earlier()
+    calls = [{"id": f"c{place}", "function": {"name": "add", "arguments": {}}} for place in range(2)]
+    answer = {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": calls}
+    earlier.keep_answer(["4", "c0", "c1"], answer)
+    chat = [given[name] for name in items.split()]
+    for end in (*cuts, len(chat)):
+        text = asked(wire, chat[:end])
+        found = outcome(lambda text=text: read(wire, bodies, earlier, text))
+        assert found == outcome(lambda text=text: read(wire, Bodies(), Earlier({}, earlier.answers), text))
 
 
 def without(message, name):

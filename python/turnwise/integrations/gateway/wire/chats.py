@@ -147,7 +147,7 @@ class _Reading:
         """Return the whole chat, of which the ``parts`` follow the ``settled`` one, and keep where it settles."""
         begin, before = 0, settled.converted
         for number, end, part, settles in parts:
-            ordered = results_in_order(part, self.lead + len(settled.plain), goes_on=number < len(new))
+            ordered = results_in_order(part, self.lead + len(settled.plain))
             every = [] if self.is_converted else map(self.chats.dialect.notes, new[begin:number])
             notes = tuple(dict.fromkeys([*settled.notes, *(note for each in every for note in each)]))
             if not settles:
