@@ -94,7 +94,7 @@ def not_shown(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return ("messages.name",) if named else ()
 
 
-def with_answer(messages: Messages, answer: Message) -> Messages:
+def with_answer(messages: Sequence[Message], answer: Message) -> Messages:
     """Return a chat with its sampled answer. If the chat ends with a begun answer, the sampled one completes it."""
     if not (messages and messages[-1]["role"] == "assistant"):
         return [*messages, answer]

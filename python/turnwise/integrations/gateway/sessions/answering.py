@@ -89,7 +89,7 @@ class Answerer:
         whole attempt."""
         self.limits.check_prompts()
         prompt = None
-        if request.new_bytes < LONG and endpoint.chats.new_characters(request.messages) < LONG:
+        if request.new_bytes < LONG and endpoint.chats.new_characters(list(request.messages)) < LONG:
             with suppress(LongChatError):
                 prompt = self._rendered(endpoint, request, most=LONG)
         if prompt is None:
@@ -106,13 +106,13 @@ class Answerer:
         assert request.continues_answer is not None
         try:
             prompt = endpoint.chats.prompt(
-                request.messages,
+                list(request.messages),
                 request.tools,
                 *request.instructions(),
                 continues_answer=request.continues_answer,
                 most=most,
             )
-            request.messages = prompt.chat.tolist()  # equal ones, which the calls of the session share
+            request.messages = prompt.chat  # equal ones, which the calls of the session share
             return prompt
         except (ChatError, LongChatError):
             raise
@@ -239,8 +239,9 @@ class Answerer:
         if request.carried is not None:
             self._decide_end(request)
             answer = completed.choices[0].message()
-            goes_on = request.continues_answer and request.carried
-            chat = with_answer(request.carried, answer) if goes_on else [*request.carried, answer]
+            chat = request.carried.followed([], [answer])
+            if request.continues_answer:
+                chat = Prefix.of_messages(with_answer(request.carried, answer))
             endpoint.earlier.chats[completed.id] = chat, request.tools
             endpoint.kept = max(endpoint.kept, request.size)
             endpoint.earlier.keep_answer((completed.id, *completed.choices[0].call_ids), chat[-1])

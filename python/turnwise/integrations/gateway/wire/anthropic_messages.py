@@ -25,6 +25,7 @@ from turnwise.integrations.gateway.wire.request import (
     unsupported,
 )
 from turnwise.types import Messages
+from turnwise.types.prompts import Prefix
 
 IGNORED = ("service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id")
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -53,17 +54,17 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         messages, failed = earlier.plain(DIALECT, given, len(lead))
     else:
         new = [form for place, message in enumerate(given) for form in _messages(message, f"messages[{place}]")]
-        whole, kept = continued(earlier, answer_id, new, "thread.previous_message_id")
-        begins = whole[0]["role"] == "system"
-        lead = lead or whole[:begins]
-        messages, _ = earlier.plain(DIALECT, Sent(whole[begins:]), len(lead), is_converted=True)
+        before, kept = continued(earlier, answer_id, new, "thread.previous_message_id")
+        begins = before[0]["role"] == "system"
+        lead = lead or before[:begins]
+        messages, _ = earlier.plain(DIALECT, Sent(before[begins:]), len(lead), is_converted=True)
         failed = tuple(note for message in given for note in _not_shown(message))
         tools = tools if "tools" in body else kept  # a thread keeps its tools
-    messages = [*lead, *messages]
+    whole = [*lead, *messages]
     choice, format = fields.take("tool_choice"), fields.take("output_format")
     format = config.get("format", format)
     request = ParsedRequest(
-        messages,
+        whole,
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(choice, tools),
@@ -77,7 +78,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         stream=fields.flag("stream"),
         turn=fields.turn(),
         continues_answer=True,
-        carried=messages if thread else None,
+        carried=Prefix.of_messages(whole) if thread else None,
     )
     effort = ["effort"] if config.get("effort") else []
     request.not_applied = (*fields.finish(HARMLESS, WISHES), *effort, *dict.fromkeys(failed))

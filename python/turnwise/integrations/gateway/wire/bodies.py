@@ -35,7 +35,7 @@ NO_VALUE = secrets.token_hex(16)
 
 _decode = json.JSONDecoder().raw_decode
 _encode = json.JSONEncoder(sort_keys=True).encode
-_skip = re.compile(r"[ \t\n\r]*").match
+_space = re.compile(r"[ \t\n\r]*")
 
 
 class Body(dict[str, Any]):
@@ -89,10 +89,8 @@ class Beginning:
         """Return the beginning up to the first ``count`` messages."""
         if count == len(self.ends):
             return self
-        ends, messages, values, digests = (
-            each[:count] for each in (self.ends, self.messages, self.values, self.digests)
-        )
-        return Beginning(self.text, self.chat, self.begin, ends, messages, values, digests)
+        shorter: list[Any] = [each[:count] for each in (self.ends, self.messages, self.values, self.digests)]
+        return Beginning(self.text, self.chat, self.begin, *shorter)
 
 
 class Bodies:
@@ -187,17 +185,23 @@ def _decode_messages(text: str, *, is_first: bool) -> tuple[list[Any], list[int]
     """Return the objects of the rest of a list, the place behind each, and the place behind the list's end."""
     messages: list[Any] = []
     ends: list[int] = []
-    place = _skip(text, 0).end()
+    place = _skip(text, 0)
     while is_first or text[place] == ",":
-        message, place = _decode(text, _skip(text, place + (not is_first)).end())
+        message, place = _decode(text, _skip(text, place + (not is_first)))
         if type(message) is not dict or len(messages) > MAX_VALUES:
             raise ValueError("no chat of objects")
         messages.append(message)
         ends.append(place)
-        place, is_first = _skip(text, place).end(), False
+        place, is_first = _skip(text, place), False
     if text[place] != "]":
         raise ValueError("no end of the list")
     return messages, ends, place + 1
+
+
+def _skip(text: str, place: int) -> int:
+    """Return the place behind white space."""
+    found = _space.match(text, place)
+    return place if found is None else found.end()
 
 
 def _in_bytes(places: list[int], text: str) -> list[int]:

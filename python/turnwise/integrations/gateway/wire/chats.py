@@ -88,7 +88,9 @@ class PlainChats:
                 return place, found
         return 0, _Settled()
 
-    def read(self, messages: Sequence[Any], lead: int = 0, *, is_converted: bool = False) -> tuple[Messages, Notes]:
+    def read(
+        self, messages: Sequence[Any], lead: int = 0, *, is_converted: bool = False
+    ) -> tuple[Prefix[Message], Notes]:
         """Return the plain messages and their notes. Raises :class:`WireError` and :class:`ChatError`.
 
         ``lead`` is the number of messages that the caller puts before them. If the chat ``is_converted``, it is in the
@@ -117,7 +119,7 @@ class _Reading:
 
     def behind(
         self, count: int, settled: _Settled, join: JoinParts, *, at_once: bool = False
-    ) -> tuple[Messages, Notes]:
+    ) -> tuple[Prefix[Message], Notes]:
         """Read the messages behind the ``count`` ``settled`` ones. The parts of answers are joined wherever they stand
         if all is read ``at_once``. Raises :class:`_JoinsError` if they must be.
         """
@@ -143,7 +145,7 @@ class _Reading:
 
     def _ordered(
         self, new: Sequence[Any], settled: _Settled, parts: Sequence[tuple[int, int, Messages, bool]]
-    ) -> tuple[Messages, Notes]:
+    ) -> tuple[Prefix[Message], Notes]:
         """Return the whole chat, of which the ``parts`` follow the ``settled`` one, and keep where it settles."""
         begin, before = 0, settled.converted
         for number, end, part, settles in parts:
@@ -151,15 +153,14 @@ class _Reading:
             every = [] if self.is_converted else map(self.chats.dialect.notes, new[begin:number])
             notes = tuple(dict.fromkeys([*settled.notes, *(note for each in every for note in each)]))
             if not settles:
-                return [*settled.plain.whole(), *ordered], notes
+                return settled.plain.followed([], ordered), notes
             longer = settled.plain.followed(ordered, [])
             settled = _Settled(new[number - 1], longer, before + end, settled.ids, notes)
             self._keep(settled)
             begin = number
-        whole: Messages = settled.plain.whole()
-        if whole:
-            self._keep(replace(settled, last=whole[-1]))  # an agent may continue it by the id of its answer
-        return whole, settled.notes
+        if settled.plain:
+            self._keep(replace(settled, last=settled.plain[-1]))  # an agent may continue it by the id of its answer
+        return settled.plain, settled.notes
 
     def _plain(self, new: Sequence[Any], count: int, first: int) -> tuple[Messages, list[Any], list[int]]:
         """Return plain messages with their ids, and how many there are behind each of the ``new`` ones."""
@@ -185,10 +186,12 @@ class _Reading:
             calls = call_ids(message)
             answers = [id(found) for name in (part, *calls) if name and (found := self.chats.answer_of(name))]
             result_of = {message.get("tool_call_id", "")} - own if message["role"] == "tool" else set()
-            if any(settled.ids.get(name, first) < first for name in (*answers, *result_of)):
+            before: list[str | int] = [*answers, *result_of]
+            if any(settled.ids.get(name, first) < first for name in before):
                 raise _JoinsError
             own.update(calls)
-            for name in (*answers, *calls):
+            names: list[str | int] = [*answers, *calls]
+            for name in names:
                 settled.ids[name] = min(place, settled.ids.get(name, place))
 
     def _keep(self, settled: _Settled) -> None:

@@ -63,7 +63,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     if n > MAX_CHOICES:
         raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
     request = ParsedRequest(
-        messages,
+        messages.tolist(),
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(fields.take("tool_choice"), tools),

@@ -11,6 +11,7 @@ from typing import Any, overload
 from turnwise.chat.messages import Tool, tool_names
 from turnwise.integrations.gateway.wire.chats import Dialect, PlainChats, Sent
 from turnwise.types import Message, Messages, ModelResponse, ParsedCompletion
+from turnwise.types.prompts import Prefix
 
 
 @dataclass(eq=False)
@@ -69,7 +70,7 @@ LAST_TURN = 2**31 - 1
 class Earlier:
     """The answers of an actor in a session, by ids that agents send back."""
 
-    chats: dict[str, tuple[Messages, list[Tool]]] = field(default_factory=dict)
+    chats: dict[str, tuple[Sequence[Message], list[Tool]]] = field(default_factory=dict)
     """The chats that a request may continue by the id of their answer, with their tools."""
     answers: dict[str, Message] = field(default_factory=dict)
     """The answers by their ids, and by those of their calls."""
@@ -79,7 +80,7 @@ class Earlier:
 
     def plain(
         self, dialect: Dialect, messages: Any, lead: int = 0, *, is_converted: bool = False
-    ) -> tuple[Messages, tuple[str, ...]]:
+    ) -> tuple[Prefix[Message], tuple[str, ...]]:
         """Return a chat in plain messages, and what it says that no model is shown, see :meth:`PlainChats.read`."""
         if dialect not in self._read:
             self._read[dialect] = PlainChats(dialect, self.find_answer)
@@ -146,7 +147,7 @@ class ToolChoice:
 class ParsedRequest:
     """A request in the terms of turnwise. ``None`` means that the agent left it to the actor's settings."""
 
-    messages: Messages
+    messages: Sequence[Message]
     model: str = ""
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = ToolChoice()
@@ -166,7 +167,7 @@ class ParsedRequest:
     continues_answer: bool | None = None
     """True if a chat that ends with the assistant's message is continued in that message, False if a new answer
     follows it. ``None``: only if no actor of the session sampled that message as a whole."""
-    carried: Messages | None = None
+    carried: Prefix[Message] | None = None
     """The messages that an answer's id stands for in a later request; ``None`` if the dialect has no such ids."""
     not_applied: tuple[str, ...] = ()
     """The fields that were taken and change nothing: wishes for effort or style, and names of speakers."""
