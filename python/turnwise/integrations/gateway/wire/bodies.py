@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -34,7 +34,7 @@ NO_VALUE = secrets.token_hex(16)
 """Stands for a value in a text. No client knows it."""
 
 _decode = json.JSONDecoder().raw_decode
-_encode = json.JSONEncoder(sort_keys=True).encode
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _space = re.compile(r"[ \t\n\r]*")
 
 
@@ -57,12 +57,13 @@ class Body(dict[str, Any]):
 
     def digest(self) -> bytes:
         """Return a digest that is equal for equal values, whatever the order of their fields."""
-        return _digest(self.chat_digest, {name: value for name, value in self.items() if name != self.chat})
+        text = _encode({name: value for name, value in self.items() if name != self.chat})
+        return blake2b(self.chat_digest + text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A body up to the last message of its chat. Each list has an item for each message."""
+    """A body up to the last message of its chat. ``ends``, ``messages`` and ``values`` have an item for each."""
 
     text: bytes
     """The body; what is behind the last message doesn't count."""
@@ -75,8 +76,8 @@ class Beginning:
     messages: list[Any]
     values: list[int]
     """Objects and lists in the messages up to each."""
-    digests: list[bytes]
-    """Digests of the messages up to each."""
+    hashes: dict[int, blake2b]
+    """Hashes of the chat's first messages, by their number: of all, and of all but the last, which may be a note."""
 
     def shared(self, text: bytes) -> int:
         """Return how many messages ``text`` begins with too."""
@@ -89,8 +90,8 @@ class Beginning:
         """Return the beginning up to the first ``count`` messages."""
         if count == len(self.ends):
             return self
-        shorter: list[Any] = [each[:count] for each in (self.ends, self.messages, self.values, self.digests)]
-        return Beginning(self.text, self.chat, self.begin, *shorter)
+        ends, messages, values = self.ends[:count], self.messages[:count], self.values[:count]
+        return Beginning(self.text, self.chat, self.begin, ends, messages, values, self.hashes)
 
 
 class Bodies:
@@ -140,7 +141,7 @@ def _parse_whole(text: bytes) -> Body:
     chats = [name for name in CHATS if isinstance(body.get(name), list)]
     if len(chats) == 1:
         body.chat = chats[0]
-        body.chat_digest = _digests(b"", body[body.chat])[-1]
+        body.chat_digest = _hashed(body[body.chat]).digest()
     body.size = len(text)
     return body
 
@@ -152,7 +153,7 @@ def _before_the_chat(text: bytes) -> Beginning:
             json.loads(text[: place.end()].decode() + "]}")
         except ValueError:  # not a field of the body itself
             continue
-        return Beginning(text, place[1].decode(), place.end(), [], [], [], [])
+        return Beginning(text, place[1].decode(), place.end(), [], [], [], {})
     raise ValueError("no chat")
 
 
@@ -173,12 +174,15 @@ def _parse_behind(text: bytes, known: Beginning) -> tuple[Body, Beginning]:
     for message in new:
         values.append(count_values(message, 3) + (values[-1] if values else 0))
     _check(count_values(body, 1) + values[-1])
-    digests = known.digests + _digests(known.digests[-1] if known.digests else b"", new)[1:]
-    messages = Sent([*known.messages, *new])
+    messages, count = Sent([*known.messages, *new]), len(known.ends)
+    hashes = {count: known.hashes.get(count) or _hashed(known.messages)}
+    if new:
+        but_last = _hashed(new[:-1], count, hashes[count])
+        hashes = {len(messages) - 1: but_last, len(messages): _hashed(new[-1:], len(messages) - 1, but_last)}
     whole_ends = known.ends + [begin + place for place in _in_bytes(ends, decoded)]
-    body[name], body.chat, body.chat_digest = messages, name, digests[-1]
+    body[name], body.chat, body.chat_digest = messages, name, hashes[len(messages)].digest()
     body.size, body.begin, body.ends = len(text), known.begin, whole_ends
-    return body, Beginning(text, name, known.begin, whole_ends, messages, values, digests)
+    return body, Beginning(text, name, known.begin, whole_ends, messages, values, hashes)
 
 
 def _decode_messages(text: str, *, is_first: bool) -> tuple[list[Any], list[int], int]:
@@ -241,13 +245,10 @@ def _well_formed(value: Any, text: bytes) -> Any:
     return value if b"\\ud" not in text.lower() else well_formed_texts(value)
 
 
-def _digests(first: bytes, values: Iterable[Any]) -> list[bytes]:
-    """Return ``first``, and the digest of it and the values up to each one."""
-    digests = [first]
-    for value in values:
-        digests.append(_digest(digests[-1], value))
-    return digests
-
-
-def _digest(before: bytes, value: Any) -> bytes:
-    return blake2b(before + _encode(value).encode(errors="surrogatepass"), digest_size=16).digest()
+def _hashed(messages: list[Any], count: int = 0, before: blake2b | None = None) -> blake2b:
+    """Return the hash of ``messages`` behind ``count`` others: the same whether they are added at once or singly."""
+    found = blake2b(digest_size=16) if before is None else before.copy()
+    if messages:
+        text = ("," if count else "") + _encode(messages)[1:-1]
+        found.update(text.encode(errors="surrogatepass"))
+    return found
