@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from turnwise.ops import linear_logprob
 from turnwise.ops.common import dispatch
-from turnwise.ops.logprob import choice, linear_native
+from turnwise.ops.logprob import choice, linear_chunks
 from turnwise.ops.logprob.choice import (
     MEMORY,
     Chunks,
@@ -131,7 +131,7 @@ class Held(TorchDispatchMode):
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products make nothing but their results, as cuBLAS's do; emulated ones widen narrow inputs first."""
-    products = linear_native.Products
+    products = linear_chunks.Products
 
     def logits(_: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty(hidden.shape[0], weight.shape[0])
@@ -153,24 +153,24 @@ def test_an_emulated_run_holds_what_the_choice_counts(emulator, monkeypatch, dty
     monkeypatch.setattr(dispatch, "emulator", emulator)
     as_on_a_gpu(monkeypatch)
     tiles = Tiles(16, 256, 32, 64) if dtype is torch.bfloat16 else Tiles(16, 256, 16, 64)
-    monkeypatch.setattr(linear_native, "choose", lambda *_: tiles)
+    monkeypatch.setattr(linear_chunks, "choose", lambda *_: tiles)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(150, 512, generator=generator).to(dtype)
     weight = (0.1 * torch.randn(600, 512, generator=generator)).to(dtype)
     targets = torch.randint(600, (150,), generator=generator)
     positions = torch.arange(150) if gathered else None
     sizes = Sizes(150, 512, 600, dtype.itemsize, gathered)
-    head = linear_native.Head(hidden, weight, targets, None, positions, linear_native.Softmax())
+    head = linear_chunks.Head(hidden, weight, targets, None, positions, linear_chunks.Softmax())
     assert head.sizes == sizes
     with Held() as held:
-        linear_native.scan_blocks(head, False)
+        linear_chunks.scan_blocks(head, False)
     # A few states and views beside what is counted.
     assert 0.8 * tiles.forward_memory(sizes) < held.most < 1.1 * tiles.forward_memory(sizes) + 10_000
 
-    upstream = linear_native.Upstream(torch.full((150,), 6.4), torch.ones(150), None, None)
-    gradients = linear_native.Gradients(head, True, True, True)
+    upstream = linear_chunks.Upstream(torch.full((150,), 6.4), torch.ones(150), None, None)
+    gradients = linear_chunks.Gradients(head, True, True, True)
     with Held() as held:
-        linear_native.fill(head, gradients, upstream)
+        linear_chunks.fill(head, gradients, upstream)
     counted = tiles.backward_memory(sizes)
     assert 0.8 * counted < held.most < 1.1 * counted + 10_000
 
@@ -181,14 +181,14 @@ def test_few_spans_are_summed_in_the_weights_dtype_and_many_in_float32(monkeypat
     """Spans of 16 or 48 of 96 tokens lose a little with each sum in bfloat16; beyond ``FEW`` nothing more is lost. A
     span of one group adds its product to the gradient; one of three sums them in float32 first."""
     monkeypatch.setattr(dispatch, "emulator", emulator)
-    monkeypatch.setattr(linear_native, "choose", lambda *_: Tiles(16, 256, 16, span))
+    monkeypatch.setattr(linear_chunks, "choose", lambda *_: Tiles(16, 256, 16, span))
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(96, 24, generator=generator).bfloat16()
     weight = (0.4 * torch.randn(300, 24, generator=generator)).bfloat16()
     targets = torch.randint(300, (96,), generator=generator)
 
     def gradient(few: int) -> torch.Tensor:
-        monkeypatch.setattr(linear_native, "FEW", few)
+        monkeypatch.setattr(linear_chunks, "FEW", few)
         leaf = weight.clone().requires_grad_()
         linear_logprob(hidden, leaf, targets, backend="native").sum().backward()
         assert leaf.grad is not None
@@ -262,14 +262,14 @@ def test_a_torch_that_adds_no_narrow_products_is_remembered(monkeypatch, message
         calls.append("addmm")
         raise RuntimeError(message)
 
-    monkeypatch.setattr(linear_native, "_adds_wide", True)
+    monkeypatch.setattr(linear_chunks, "_adds_wide", True)
     monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
     total, left, right = torch.ones(2, 2), torch.eye(2).bfloat16(), torch.eye(2).bfloat16()
     if message == "no memory":
         with pytest.raises(RuntimeError, match="no memory"):
-            linear_native._add_product(total, left, right)
+            linear_chunks._add_product(total, left, right)
         return
     for _ in range(2):
-        linear_native._add_product(total, left, right)
+        linear_chunks._add_product(total, left, right)
     assert calls == ["addmm"] and total.tolist() == [[3, 1], [1, 3]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,15 +9,12 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
-from turnwise.ops.common import dispatch as backends
-from turnwise.ops.logprob import linear_native
-from turnwise.ops.logprob.choice import Chunks
+from turnwise.ops.logprob import linear_chunks
 
-from .conftest import SIMULATED, TARGETS
-from .heads import IGNORE, logits_made, small_tiles
+from .conftest import TARGETS
+from .heads import IGNORE, chunks_of, logits_made
 
-__all__ = ["logits_made", "small_tiles"]  # fixtures
-CHUNKS = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
+__all__ = ["logits_made"]  # a fixture
 LENGTHS = [7, 0, 1, 30, 12]
 TOKENS, VOCABULARY = sum(LENGTHS), 300
 CORRECTION = ops.ImportanceCorrection("token", 1.5)
@@ -27,16 +23,9 @@ CPU = TARGETS["native"]
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 8 tokens, so that rows are cut, and two products for each."""
-    chunks_of(8, monkeypatch)
-    monkeypatch.setattr(CHUNKS, "_COLUMNS", 200)
-    monkeypatch.setattr(CHUNKS, "one_pass", lambda *_: True)  # on a GPU; so small a head takes two
-
-
-def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CHUNKS, "_LEAST", {2: tokens, 4: tokens})
-    monkeypatch.setattr(CHUNKS, "choose_chunks", lambda *_: Chunks(tokens, 256))
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 8 tokens, so that rows are cut; the memory holds the longest."""
+    chunks_of(8, monkeypatch, most=30)
 
 
 def make(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
@@ -126,10 +115,10 @@ def test_equals_the_two_ops(target, monkeypatch, aggregation, frozen) -> None:
     """What is frozen costs no product."""
     given = make(1, **FULL, aggregation=aggregation, entropy=True)
     want = run(given, frozen=frozen)
-    if target.backend == "native" and not {"weight", "bias"} <= {*frozen}:  # which two passes serve
-        for name, product in (("weight", "weight_gradient"), ("hidden", "add_hidden")):
+    if target.backend == "native":
+        for name, product in (("weight", "weight_gradient"), ("hidden", "hidden_gradient")):
             if name in frozen:
-                monkeypatch.delattr(linear_native.Products, product)
+                monkeypatch.delattr(linear_chunks.Products, product)
     assert_same(run(given, target, frozen=frozen), want, 5e-6)
 
 
@@ -156,7 +145,7 @@ def test_any_chunks_give_the_same(kernel, monkeypatch, chunks) -> None:
     for seed in range(3):
         given = make(seed, **FULL)
         chunks_of(chunks[0], monkeypatch)
-        monkeypatch.setattr(CHUNKS, "FEW", chunks[1])
+        monkeypatch.setattr(linear_chunks, "FEW", chunks[1])
         assert_same(run(given, kernel), run(given), 5e-6)
 
 
@@ -176,7 +165,7 @@ def test_other_forms_of_the_streams(target) -> None:
 def test_ignored_tokens_are_left_out(target, monkeypatch, rows, variant, masked) -> None:
     """Their hidden states hold NaN. A CPU drops them before the products; a GPU leaves them to its kernels."""
     if rows == "in the kernel":
-        monkeypatch.setattr(linear_native.Head, "trained", lambda self, mask=None: (self, None))
+        monkeypatch.setattr(linear_chunks.Head, "trained", lambda self, mask=None: (self, None))
     given = make(7, variant=variant, softcap=5.0, bias=None)
     if not masked:
         given["mask"] = torch.ones(TOKENS, dtype=torch.bool)
@@ -197,28 +186,6 @@ def test_the_logits_of_the_trained_tokens_are_made_once(logits_made, frozen) -> 
     given = make(7)
     run(given, CPU, frozen=frozen)
     assert sum(logits_made) == int(given["mask"].sum()) * VOCABULARY
-
-
-def test_a_gpu_makes_the_logits_twice_where_that_is_faster(emulator, monkeypatch) -> None:
-    """The choice is asked on a GPU alone, with the call's sizes and whether the weight is trained."""
-    monkeypatch.setattr(backends, "emulator", emulator)
-    products, made, asked = linear_native.Products, [], []
-    original = products.logits
-    monkeypatch.setattr(products, "logits", lambda self, *pair: made.append(len(pair[0])) or original(self, *pair))
-    given = make(9, **FULL)
-    want = run(given)
-    trained = int(given["mask"].sum())  # emulated, one pass skips the others, as on a CPU; each has two tiles
-    for once, rows in ((True, 2 * trained), (False, 4 * TOKENS)):
-        made.clear()
-        monkeypatch.setattr(CHUNKS, "one_pass", lambda *call, found=once: asked.append(call) or found)
-        assert_same(run(given, SIMULATED["cuda-emulated"]), want, 5e-6)
-        assert sum(made) == rows
-    (sizes, _, _, weight, triton), _ = asked
-    assert (sizes.tokens, sizes.width, sizes.vocabulary, sizes.copied) == (TOKENS, 24, VOCABULARY, False)
-    assert weight is True and triton is False
-    monkeypatch.setattr(backends, "emulator", None)
-    run(given, CPU)
-    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])

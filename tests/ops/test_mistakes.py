@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
-from turnwise.ops.logprob import linear_native
+from turnwise.ops.logprob import linear_chunks
 
 from .table import CASES, LOSSES, PLAIN, VOCABULARY, Case, Size, draw
 
@@ -316,7 +316,7 @@ def test_a_selecting_variant_looks_at_its_streams_first(backend) -> None:
 
 def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
     """With autocast or without, and in a graph: the arguments of the loss behind it too."""
-    monkeypatch.delattr(linear_native.Products, "logits")
+    monkeypatch.delattr(linear_chunks.Products, "logits")
     given = draw(CASES["linear_policy_loss"], Size(3, 5))
     given["hidden"].requires_grad_()
     for change, error, message in (

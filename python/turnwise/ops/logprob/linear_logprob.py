@@ -1,4 +1,4 @@
-"""Compute log-probabilities of tokens directly from hidden states: LM head and softmax, tile by tile of the logits."""
+"""Compute log-probabilities of tokens directly from hidden states: LM head and softmax, chunk by chunk of the tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend
 from turnwise.ops.common.layout import transform_reason
 from turnwise.ops.logprob import linear_frozen
-from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_max_memory, make_softmax
 from turnwise.ops.logprob.choice import head_op
-from turnwise.ops.logprob.linear_native import backward, forward
+from turnwise.ops.logprob.linear_chunks import backward, forward
 from turnwise.ops.logprob.logprob import reference as logprob_reference
 from turnwise.ops.logprob.tiles import Softmax
 
@@ -48,7 +48,7 @@ _TWICE = "linear_logprob: this backend has no second derivative; use backend='to
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, targets, bias, positions, *softmax, entropy, backend = inputs
+    hidden, weight, targets, bias, positions, *softmax, entropy, max_memory, backend = inputs
     _, lse, entropies, *slope = output
     ctx.mark_non_differentiable(lse, *slope)
     # Autograd can't save tensors made in inference mode. They can't change either, so the context keeps them.
@@ -56,7 +56,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.sampled = [t if t is not None and t.is_inference() else None for t in tensors]
     kept = [None if t is s else t for t, s in zip(tensors, ctx.sampled, strict=True)]
     ctx.save_for_backward(*kept, lse, entropies, *slope)
-    ctx.softmax, ctx.entropy, ctx.backend = softmax, entropy, backend
+    ctx.softmax, ctx.entropy, ctx.max_memory, ctx.backend = softmax, entropy, max_memory, backend
     ctx.set_materialize_grads(False)
 
 
@@ -86,12 +86,12 @@ def _gradients(ctx: Any, saved: list[Any], grad_logprob: Tensor | None, grad_ent
             grad_entropy if with_entropy else None,
             *(*tensors, lse),
             entropies if with_entropy else None,
-            *(*ctx.softmax, need_hidden, need_weight, need_bias, ctx.backend),
+            *(*ctx.softmax, ctx.max_memory, need_hidden, need_weight, need_bias, ctx.backend),
         )
     hidden_grad, weight_grad, bias_grad = (
         value if needed else None for value, needed in zip(grads, (need_hidden, need_weight, need_bias), strict=True)
     )
-    return hidden_grad, weight_grad, None, bias_grad, *[None] * 6
+    return hidden_grad, weight_grad, None, bias_grad, *[None] * 7
 
 
 def _differentiate_frozen(
@@ -101,7 +101,7 @@ def _differentiate_frozen(
     if grad_logprob is None or grad_entropy is not None:  # the entropy's gradient needs the logits again
         return _gradients(ctx, saved, grad_logprob, grad_entropy)[:-1]
     hidden, positions, slope = saved[0], saved[4], saved[-1]
-    return torch.ops.turnwise.linear_logprob_frozen_backward(grad_logprob, slope, hidden, positions), *[None] * 8
+    return torch.ops.turnwise.linear_logprob_frozen_backward(grad_logprob, slope, hidden, positions), *[None] * 9
 
 
 def _reject(ctx: Any, *_: Any) -> None:
@@ -115,7 +115,7 @@ if extension is not None:
     @_op.register_fake
     def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         tokens = targets.shape[0]
-        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-2] else 0)]
+        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-3] else 0)]
         return out[0], out[1], out[2]
 
     @_backward_op.register_fake
@@ -165,6 +165,7 @@ def linear_logprob(
     bias: Tensor | None = None,
     entropy: bool = False,
     positions: Tensor | None = None,
+    max_memory: int | None = None,
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -178,15 +179,16 @@ def linear_logprob(
     log-probability 0, entropy 0 and no gradient; its hidden row is not read. On a CPU such tokens cost nothing.
 
     Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
-    Gradients flow to hidden, weight and bias if they require one. The backward recomputes each tile of logits. Apart
-    from the gradients it holds one tile and float32 sums of hidden rows, all ``[N, H]`` on a CPU. On a GPU everything
-    fits in 256 MiB: the gradient of a narrow weight is summed in float32 over as many tokens as that allows, then in
-    its own dtype over up to 24 such parts. If weight and bias are frozen, as under LoRA, the native backend makes
-    the slope of hidden ``[M, H]`` in the forward. The backward then recomputes nothing, unless the entropy's gradient
-    is requested. Float16 has no such path. Nor has Triton, so there ``1 - p[t]`` of a frozen head has the absolute
-    accuracy of float32.
+    Gradients flow to hidden, weight and bias if they require one. A chunk of tokens has all its logits in memory at
+    once; the backward recomputes them, so forward and backward make four products. ``max_memory`` bounds the bytes of
+    a chunk's logits, of at least one token: by default 256 MiB on a CPU, where most chunks are smaller, and on a GPU a
+    64th of its memory, between 256 MiB and 1 GiB. The gradient of a narrow weight is summed in its own dtype over up to
+    24 chunks, and in float32, which takes as much memory as two such weights, over more. If weight and bias are frozen,
+    as under LoRA, the native backend makes the slope of hidden ``[M, H]`` in the forward. The backward then recomputes
+    nothing, unless the entropy's gradient is requested. Float16 has no such path. Nor has Triton, so there ``1 - p[t]``
+    of a frozen head has the absolute accuracy of float32.
 
-    Log-sum-exps over tiles are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
+    Log-sum-exps are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
     ``hidden @ weight.T`` rounds them; on a GPU they stay float32. There float32 inputs take Triton's kernels where they
     serve and no backend is named: each product becomes three in TF32, which keep float32's accuracy. An id out of range
     raises on a CPU, and on a GPU only with ``check=True``, which waits for the device; else it gives NaN. Raises
@@ -197,8 +199,8 @@ def linear_logprob(
     """
     softmax = make_softmax(temperature, softcap, ignore_index)
     options: dict[str, Any] = {
-        **softmax._asdict(), "bias": bias, "entropy": entropy, "positions": positions, "check": check,
-        "backend": backend,
+        **softmax._asdict(), "bias": bias, "entropy": entropy, "positions": positions,
+        "max_memory": max_memory, "check": check, "backend": backend,
     }  # fmt: skip
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if torch.is_autocast_enabled(kind):
@@ -208,6 +210,7 @@ def linear_logprob(
     if is_dtensor(hidden, weight):
         return ROUTES["linear_logprob"](hidden, weight, targets, **options)
     check_head(hidden, weight, targets, bias, positions)
+    check_max_memory(max_memory)
     if (hidden.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
@@ -220,10 +223,10 @@ def linear_logprob(
         logprob, entropies = reference(hidden, weight, targets, bias, positions, softmax, entropy)
     elif chosen == "native" and frozen:
         logprob, _, entropies, _ = torch.ops.turnwise.linear_logprob_frozen(
-            hidden, weight, targets, bias, positions, *softmax, entropy
+            hidden, weight, targets, bias, positions, *softmax, entropy, max_memory
         )
     else:
         logprob, _, entropies = torch.ops.turnwise.linear_logprob(
-            hidden, weight, targets, bias, positions, *softmax, entropy, chosen
+            hidden, weight, targets, bias, positions, *softmax, entropy, max_memory, chosen
         )
     return (logprob, entropies) if entropy else logprob  # type: ignore[return-value]

@@ -220,7 +220,6 @@ def logit_gradients(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    first: int,
     softmax: Softmax,
     upstream: Upstream,
 ) -> Tensor:
@@ -235,7 +234,7 @@ def logit_gradients(
             hidden, weight, hidden if bias is None else bias, targets, lse, grad_logprob,
             lse if entropy is None else entropy, lse if grad_entropy is None else grad_entropy, out, hidden.stride(0),
             weight.stride(0), targets.stride(0), out.stride(0), tokens, vocabulary, hidden.shape[1],
-            *(first, *softmax.columns),
+            *(0, *softmax.columns),
             HAS_ENTROPY=entropy is not None, **_flags(hidden, bias, softmax),
         )  # fmt: skip
     return out
