@@ -165,7 +165,7 @@ class Head:
     def tile(self, rows: Tensor, chunk: slice) -> Tile:
         """Multiply the hidden states of a chunk by the weight: its logits ``[n, V]`` with what the kernels need."""
         logits = self.products.logits(rows, self.weight)
-        return Tile(logits, self.bias, self.targets[chunk], 0, *self.softmax.columns)
+        return Tile(logits, self.bias, self.targets[chunk], *self.softmax.columns)
 
     def finish(self, states: Tensor, chunk: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Compute ``logprob``, ``lse`` and ``entropy`` of the tokens of a chunk from their states ``[splits, 4, n]``."""

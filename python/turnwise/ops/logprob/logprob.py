@@ -83,7 +83,7 @@ def _forward(
     columns = Softmax(temperature, softcap, ignore_index).columns
     parts = []
     for matrix, row in zip(matrices, targets.reshape(len(matrices), -1), strict=True):
-        parts.append(kernels(backend).log_softmax(Tile(matrix, None, row, 0, *columns), entropy))
+        parts.append(kernels(backend).log_softmax(Tile(matrix, None, row, *columns), entropy))
     if len(parts) == 1:
         logprob, lse, entropies = parts[0]
     else:
@@ -111,7 +111,7 @@ def _gradient(
     ids, *rest = ([None] * count if s is None else s.reshape(count, -1) for s in streams)
     outs = out.unbind(0) if count > 1 else _matrices(out)
     for matrix, to, row, *upstream in zip(matrices, outs, ids, *rest, strict=True):
-        kernels(backend).grad(Tile(matrix, None, row, 0, *softmax.columns), Upstream(*upstream), to)
+        kernels(backend).grad(Tile(matrix, None, row, *softmax.columns), Upstream(*upstream), to)
 
 
 def _backward(

@@ -26,9 +26,8 @@ def _scaled(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
 
 def _own_targets(tile: Tile, width: int) -> tuple[Tensor, Tensor]:
     """The tokens whose target is a column of the tile, and these columns ``[n, 1]``; 0 for the other tokens."""
-    columns = tile.targets - tile.first
-    owned = (columns >= 0) & (columns < width)
-    return owned, torch.where(owned, columns, 0)[:, None]
+    owned = (tile.targets >= 0) & (tile.targets < width)
+    return owned, torch.where(owned, tile.targets, 0)[:, None]
 
 
 def scan(tile: Tile, entropy: bool) -> Tensor:

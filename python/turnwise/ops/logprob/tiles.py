@@ -43,9 +43,9 @@ class Softmax(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Logits ``[n, v]`` of ``n`` tokens: ``v`` columns of the vocabulary from ``first`` on.
+    """Logits ``[n, v]`` of ``n`` tokens.
 
-    ``bias [v]`` is float32. ``targets [n]`` are ids of the whole vocabulary. The softmax is over
+    ``bias [v]`` is float32. ``targets [n]`` are columns, or beyond them if another rank has the column. The softmax is over
     ``(logits + bias) * scale``, with ``cap`` (0: none) applied before the scale. Rows with target ``ignore`` are not
     read.
     """
@@ -53,7 +53,6 @@ class Tile(NamedTuple):
     logits: Tensor
     bias: Tensor | None
     targets: Tensor
-    first: int
     scale: float
     cap: float = 0.0
     ignore: int = IGNORE_NONE

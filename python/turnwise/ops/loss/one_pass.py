@@ -250,7 +250,9 @@ class _AttachGradients(torch.autograd.Function):
         grads: Gradients = ctx.grads.pop() if ctx.grads else ctx.recompute()
         factor = grad_loss if ctx.scale is None else grad_loss / ctx.scale
         if grads.into is not None and factor.is_cpu and factor.item() != 1.0:
-            raise RuntimeError(f"linear_policy_loss: grad_into holds the gradient of the loss, not of {factor} times it")
+            raise RuntimeError(
+                f"linear_policy_loss: grad_into holds the gradient of the loss, not of {factor} times it"
+            )
         needed = grads.need_hidden, grads.need_weight and grads.into is None, grads.need_bias
         out = []
         for values, wanted, dtype in zip((grads.hidden, grads.weight, grads.bias), needed, ctx.dtypes, strict=True):

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from turnwise.ops.common.dispatch import select_backend
 from turnwise.ops.common.layout import whole_number
-from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_max_memory, make_softmax
+from turnwise.ops.logprob.checks import as_autocast, check_id_values, check_max_memory, make_softmax
 from turnwise.ops.logprob.linear_chunks import Gradients, Head, fill, scan_chunks, spread
 from turnwise.ops.logprob.logprob import check_logits, is_writable
 from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, kernels
@@ -51,7 +51,7 @@ class _Logprob(torch.autograd.Function):
 def _tile(logits: Tensor, targets: Tensor, shard: Shard) -> Tile:
     matrix = logits.detach().reshape(-1, shard.width)
     matrix = matrix if matrix.stride(-1) == 1 or shard.width <= 1 else matrix.contiguous()
-    return Tile(matrix, None, targets.reshape(-1), 0, *shard.softmax.columns)
+    return Tile(matrix, None, targets.reshape(-1), *shard.softmax.columns)
 
 
 def _upstream(lse: Tensor, grad_logprob: Tensor | None, entropy: Tensor, grad_entropy: Tensor | None) -> Upstream:
