@@ -56,8 +56,8 @@ class Read(NamedTuple):
     """Results of a pass, per token, with gradients; ``None`` for what was not needed.
 
     ``logprobs_N`` are those of ``log_softmax(logits / temperature)``, float32 (float64 from a float64 model). Beside a
-    ``loss`` they have no gradient. ``loss`` is the :class:`~turnwise.ops.HeadLoss` that was needed; ``None`` if the pass
-    could not compute it, and read log-probs instead.
+    ``loss`` they have no gradient. ``loss`` is the :class:`~turnwise.ops.HeadLoss` that was needed; ``None`` if the
+    pass could not compute it, and read log-probs instead.
     """
 
     logprobs_N: Any

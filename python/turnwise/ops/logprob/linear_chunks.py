@@ -168,7 +168,7 @@ class Head:
         return Tile(logits, self.bias, self.targets[chunk], *self.softmax.columns)
 
     def finish(self, states: Tensor, chunk: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute ``logprob``, ``lse`` and ``entropy`` of the tokens of a chunk from their states ``[splits, 4, n]``."""
+        """Compute ``logprob``, ``lse`` and ``entropy`` of a chunk's tokens from their states ``[splits, 4, n]``."""
         if self.shard is None:
             return self.kernels.finish(states, entropy)  # type: ignore[no-any-return]
         return self.shard.finish(states, self.targets[chunk])  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Compute log-probabilities of tokens directly from hidden states: LM head and softmax, chunk by chunk of the tokens."""
+"""Compute log-probabilities of tokens directly from hidden states: LM head and softmax, chunk by chunk."""
 
 from __future__ import annotations
 

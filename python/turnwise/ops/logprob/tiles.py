@@ -45,9 +45,9 @@ class Softmax(NamedTuple):
 class Tile(NamedTuple):
     """Logits ``[n, v]`` of ``n`` tokens.
 
-    ``bias [v]`` is float32. ``targets [n]`` are columns, or beyond them if another rank has the column. The softmax is over
-    ``(logits + bias) * scale``, with ``cap`` (0: none) applied before the scale. Rows with target ``ignore`` are not
-    read.
+    ``bias [v]`` is float32. ``targets [n]`` are columns, or beyond them if another rank has the column. The softmax is
+    over ``(logits + bias) * scale``, with ``cap`` (0: none) applied before the scale. Rows with target ``ignore`` are
+    not read.
     """
 
     logits: Tensor

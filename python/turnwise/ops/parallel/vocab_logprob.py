@@ -246,7 +246,7 @@ def vocab_parallel_linear_logprob(
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
     options |= {"group": group, "vocab_start": vocab_start, "max_memory": max_memory, "check": check}
     options |= {"backend": backend}
-    sharded = shardhead_of(hidden, weight_shard, targets, bias_shard, positions, entropy, **options)
+    sharded = shard_head(hidden, weight_shard, targets, bias_shard, positions, entropy, **options)
     values, entropies = LinearLogprob.apply(*sharded)
     return (values, entropies) if entropy else values
 
@@ -280,7 +280,7 @@ def shard_head(
 
     def validate(compare: bool) -> tuple[dict[str, Any], int]:
         softmax = make_softmax(temperature, softcap, ignore_index)
-        checkhead_of(hidden, weight_shard, targets, bias_shard, positions, suffix="_shard")
+        check_head(hidden, weight_shard, targets, bias_shard, positions, suffix="_shard")
         check_max_memory(max_memory)
         _check_start(vocab_start)
         if not compare:

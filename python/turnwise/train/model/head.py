@@ -1,8 +1,9 @@
 """Reads a model's head: log-probs of tokens, entropies, other tokens, and what else the terms of a loss need of a pass.
 
 A head reads the last hidden states (:func:`from_hidden`), which the decoder makes (:func:`decode`), or the logits of a
-model whose head can't be used alone (:func:`from_logits`). Under a grammar, the distribution is the one from which constrained tokens are drawn:
-``log_softmax(logits / temperature)`` over the allowed tokens alone, so a token without an alternative has exactly 0.
+model whose head can't be used alone (:func:`from_logits`). Under a grammar, the distribution is the one from which
+constrained tokens are drawn: ``log_softmax(logits / temperature)`` over the allowed tokens alone, so a token without an
+alternative has exactly 0.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class Policy:
     ``with_reference`` makes one of the starting weights: for an adapter its base with adapters off.
     ``total_steps`` is the planned number of updates, over which the learning rate falls; a run, where steps may have
     fewer, calls :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
-    ``turnwise.train.model.forward.LAYOUTS``). ``head_memory`` bounds the bytes of the head's logits. Updates use dropout only if ``dropout`` is set; the sampler uses none.
+    ``turnwise.train.model.forward.LAYOUTS``). ``head_memory`` bounds the bytes of the head's logits. Updates use
+    dropout only if ``dropout`` is set; the sampler uses none.
     """
 
     def __init__(
