@@ -1,4 +1,4 @@
-"""What the terms of the loss mean for a run: which rows train without an advantage, and how many passes the head takes."""
+"""What a loss's terms mean for a run: rows that train without an advantage, and passes over the head's logits."""
 
 from __future__ import annotations
 

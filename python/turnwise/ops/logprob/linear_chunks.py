@@ -75,6 +75,8 @@ class Products:
         self._multiply(out, d.t(), hidden, add)
 
     def _multiply(self, out: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
+        if self.on_gpu and not left.is_cuda:  # emulated: oneDNN multiplies what lies behind narrow rows by 0, even NaN
+            left = left.contiguous()
         if out.dtype is not left.dtype:
             if not add:
                 out.zero_()

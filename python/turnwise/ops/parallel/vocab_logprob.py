@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from turnwise.ops.common.dispatch import select_backend
 from turnwise.ops.common.layout import whole_number
-from turnwise.ops.logprob.checks import as_autocast, check_id_values, check_max_memory, make_softmax
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_max_memory, make_softmax
 from turnwise.ops.logprob.linear_chunks import Gradients, Head, fill, scan_chunks, spread
 from turnwise.ops.logprob.logprob import check_logits, is_writable
 from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, kernels
