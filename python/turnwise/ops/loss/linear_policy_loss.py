@@ -21,7 +21,7 @@ from turnwise.ops.logprob.choice import device_of, head_op
 from turnwise.ops.logprob.linear_chunks import Head
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.loss.arguments import LossOptions, check_call, prepare, warn_ambiguous, with_selected
-from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss
+from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss, with_logprobs
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import prepared_policy_loss
 from turnwise.ops.loss.reference import Objective
@@ -130,8 +130,8 @@ def linear_policy_loss(
     loss's own gradient must be 1. A GPU does not check that. Two passes add it in the backward. Gradients of float16
     are kept in float32, and scaled up, until the loss's own gradient has scaled them. A loss scale works as usual.
 
-    Returns loss and metrics as :func:`policy_loss` does, and ``logprobs [N]`` float32 without a gradient; on a CPU
-    these may be 0 for masked tokens.
+    Returns loss and metrics as :func:`policy_loss` does, and ``logprobs [N]`` float32 without a gradient, which are 0
+    for masked tokens.
 
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """
@@ -220,7 +220,7 @@ def _compute(
         logprob, entropies = logprob[reads], None if entropies is None else entropies[reads]
     exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
     result = prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), objective, backend=exact)
-    return HeadLoss(*result, logprob.detach())
+    return with_logprobs(result, logprob, s.mask)
 
 
 class _AddInto(torch.autograd.Function):

@@ -25,14 +25,19 @@ from turnwise.ops.loss.reference import Objective
 class HeadLoss(NamedTuple):
     """The result of :func:`linear_policy_loss`: that of :func:`policy_loss`, and the log-probabilities.
 
-    ``logprobs`` are float32 without a gradient, in the shape of ``old_logprobs``. On a CPU they may be 0 for tokens
-    that don't train.
+    ``logprobs`` are float32 without a gradient, in the shape of ``old_logprobs``, and 0 for tokens that don't train.
     """
 
     loss: Tensor
     metrics: Any
     actor_metrics: Any
     logprobs: Tensor
+
+
+def with_logprobs(result: PolicyLoss, logprobs: Tensor, mask: Tensor | None) -> HeadLoss:
+    """Add the log-probabilities of the tokens that train."""
+    kept = logprobs.detach()
+    return HeadLoss(*result, kept if mask is None else kept.masked_fill(mask == 0, 0.0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,17 +241,12 @@ class _AttachGradients(torch.autograd.Function):
         scale: Tensor | None,
         *leaves: Tensor | None,
     ) -> Tensor:
-        ctx.grads, ctx.recompute, ctx.scale = grads, recompute, scale
+        ctx.grads, ctx.recompute, ctx.scale, ctx.leaves = grads, recompute, scale, leaves
         ctx.mark_dirty(loss)  # returns the same tensor; the caller could not change a view of it in place
-        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_policy_loss: the gradient can't be differentiated again; use backend='torch' for create_graph"
-            )
         grads: Gradients = ctx.grads.pop() if ctx.grads else ctx.recompute()
         factor = grad_loss if ctx.scale is None else grad_loss / ctx.scale
         if grads.into is not None and factor.is_cpu and factor.item() != 1.0:
@@ -255,11 +255,29 @@ class _AttachGradients(torch.autograd.Function):
             )
         needed = grads.need_hidden, grads.need_weight and grads.into is None, grads.need_bias
         out = []
-        for values, wanted, dtype in zip((grads.hidden, grads.weight, grads.bias), needed, ctx.dtypes, strict=True):
-            if wanted:
+        for values, wanted, leaf in zip((grads.hidden, grads.weight, grads.bias), needed, ctx.leaves, strict=True):
+            if not wanted:
+                out.append(None)
+                continue
+            with torch.no_grad():
                 _scale_in_place(values, factor, grads.head.backend)
-            out.append(values.to(dtype) if wanted else None)
+                values = values.to(leaf.dtype)
+            out.append(_RejectSecond.apply(values, leaf) if torch.is_grad_enabled() else values)
         return None, None, None, None, *out
+
+
+class _RejectSecond(torch.autograd.Function):
+    """Passes a gradient on in a backward that autograd records, and rejects the derivative of it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, leaf: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            "linear_policy_loss: the gradient can't be differentiated again; use backend='torch' for create_graph"
+        )
 
 
 def _scale_in_place(values: Tensor, factor: Tensor, backend: str) -> None:
@@ -308,4 +326,4 @@ def one_pass_loss(
     with torch.no_grad():
         result: PolicyLoss = prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), plan.objective)
     attached = _AttachGradients.apply(result.loss, [gradients], lambda: compute()[0], scale, *leaves)
-    return HeadLoss(attached, result.metrics, result.actor_metrics, logprob)
+    return with_logprobs(result._replace(loss=attached), logprob, s.mask)

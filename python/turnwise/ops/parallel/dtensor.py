@@ -193,7 +193,7 @@ def register_shardings() -> None:
 
     @register_sharding(torch.ops.turnwise.linear_logprob_backward.default)
     def _(*args: Any) -> list[Any]:
-        rows, positions, (need_hidden, need_weight, need_bias) = Shard(0), args[6], args[12:15]
+        rows, positions, (need_hidden, need_weight, need_bias) = Shard(0), args[6], args[13:16]
         out = [strategy([whole] * 3, args, {})]
         if positions is None:
             sums = [Partial() if need else whole for need in (need_weight, need_bias)]

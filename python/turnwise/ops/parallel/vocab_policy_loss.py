@@ -10,7 +10,7 @@ from torch import Tensor
 from turnwise.ops.common.layout import Streams
 from turnwise.ops.loss.arguments import LossOptions
 from turnwise.ops.loss.linear_policy_loss import check_entropy, prepare_packed
-from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss
+from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss, with_logprobs
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import prepared_policy_loss
 from turnwise.ops.parallel.group import checksum
@@ -100,4 +100,4 @@ def vocab_parallel_linear_policy_loss(
                 return one_pass_loss(plan, scale, leaves, s, entropy)
     logprob, entropies = LinearLogprob.apply(*sharded)
     s = s._replace(logprobs=logprob, entropy=entropies.detach() if entropy else None)
-    return HeadLoss(*prepared_policy_loss(s, objective), logprob.detach())
+    return with_logprobs(prepared_policy_loss(s, objective), logprob, s.mask)
