@@ -34,9 +34,9 @@ def logits_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     plain = linear_chunks.Products.logits
 
-    def counted(self: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def counted(self: Any, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         made.append(len(hidden) * len(weight))
-        return plain(self, hidden, weight)
+        return plain(self, hidden, weight, out)
 
     monkeypatch.setattr(linear_chunks.Products, "logits", counted)
     return made

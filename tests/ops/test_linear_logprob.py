@@ -14,7 +14,7 @@ from turnwise.ops import linear_logprob
 from turnwise.ops.logprob import choice, linear_chunks
 
 from .conftest import TARGETS
-from .heads import IGNORE, TOLERANCE, assert_close, logits_made, make, run, small_chunks
+from .heads import IGNORE, TOLERANCE, assert_close, chunks_of, logits_made, make, run, small_chunks
 
 __all__ = ["logits_made", "small_chunks"]  # fixtures
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -142,14 +142,31 @@ def test_a_likely_target_keeps_its_digits(kernel) -> None:
 # What is computed
 # ---------------------------------------------------------------------------------------------------------------------
 def test_the_logits_of_a_frozen_weight_are_made_once(monkeypatch, logits_made) -> None:
-    """Those of a trained one twice: in the forward and in the backward."""
+    """Those of a trained one twice, but for those that the memory holds: two chunks of 24 tokens beside the present."""
     given = make(7, 60, 700)
-    run(given, CPU, linear=True)
-    assert sum(logits_made) == 2 * 60 * 700
+    for most, twice in ((24, 60), (72, 0), (59, 36)):
+        chunks_of(24, monkeypatch, most)
+        logits_made.clear()
+        run(given, CPU, linear=True)
+        assert sum(logits_made) == (60 + twice) * 700
     logits_made.clear()
     monkeypatch.delattr(linear_chunks.Products, "weight_gradient")
     run(given, CPU, linear=True, frozen=FROZEN, entropy=False)
     assert sum(logits_made) == 60 * 700
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("most", [24, 59, 60])
+def test_kept_logits_give_the_same_gradients(target, monkeypatch, dtype, most) -> None:
+    """In a second backward too, when the first has overwritten them. Ignored tokens are not kept."""
+    chunks_of(24, monkeypatch, most)
+    given = make(8, 60, 333, dtype=dtype, ignored=0.2)
+    compare(target, given, TOLERANCE[dtype], temperature=0.7, ignore_index=IGNORE)
+    leaves = [target.on(given[name]).clone().requires_grad_() for name in ("hidden", "weight")]
+    out = linear_logprob(*leaves, target.on(given["targets"]), ignore_index=IGNORE, backend=target.backend)
+    first, second = (torch.autograd.grad(out.sum(), leaves, retain_graph=True) for _ in range(2))  # type: ignore[union-attr]
+    for mine, theirs in zip(first, second, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_the_memory_of_all_logits_is_never_held(monkeypatch, request) -> None:

@@ -341,7 +341,11 @@ def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
         ({"max_memory": 1.5}, ValueError, "max_memory=1.5"),
         ({"reads": torch.zeros(15)}, TypeError, "reads has dtype torch.float32: expected int64 or int32"),
         ({"reads": torch.full((15,), 15)}, ValueError, r"reads\[0\]=15: expected an id in \[0, 15\)"),
-        ({"reads": torch.zeros(14).long(), "normalizer": 1.0}, ValueError, r"old_logprobs has shape \(15,\): expected \(14,\)"),
+        (
+            {"reads": torch.zeros(14).long(), "normalizer": 1.0},
+            ValueError,
+            r"old_logprobs has shape \(15,\): expected \(14,\)",
+        ),
         (
             {"grad_into": torch.zeros(150, 12).double()},
             TypeError,

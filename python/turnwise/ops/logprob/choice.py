@@ -58,6 +58,10 @@ class Chunks(NamedTuple):
     rows: int
     most: int
 
+    def keep(self, tokens: int) -> int:
+        """Tokens whose logits the memory holds until the backward, whole chunks of them, beside those of a chunk."""
+        return tokens if tokens <= self.most else max(self.most - self.rows, 0) // self.rows * self.rows
+
 
 def default_memory(device: Device | None) -> int:
     """Bytes that the logits of a chunk may take if the caller names no number; ``None`` is a CPU.

@@ -53,15 +53,16 @@ class Products:
         if hidden.dtype is torch.float32 and hidden.is_cpu and not self.on_gpu and torch.backends.mkldnn.is_available():
             self.linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Compute ``hidden @ weight.T``. On a GPU always float32: rounding a logit of 30 to bf16 costs up to 0.06."""
-        if self.linear is not None:
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute ``hidden @ weight.T``, in ``out`` if it is given. On a GPU always float32: rounding a logit of 30 to
+        bf16 costs up to 0.06."""
+        if self.linear is not None and out is None:
             return self.linear(hidden, weight, None, "none", [], "")
         if self.dtype is hidden.dtype:
-            return torch.mm(hidden, weight.t())
+            return torch.mm(hidden, weight.t(), out=out)
         if hidden.is_cuda:
-            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return torch.mm(hidden.float(), weight.float().t())  # emulates the GPU
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+        return torch.mm(hidden.float(), weight.float().t(), out=out)  # emulates the GPU
 
     def hidden_gradient(self, out: Tensor, d: Tensor, weight: Tensor) -> None:
         """Set ``out`` to ``d @ weight``, in the dtype of ``out``: that of ``d``, or float32."""
@@ -164,9 +165,12 @@ class Head:
         # A product multiplies an ignored row by 0, which would pass on its NaN.
         return rows if ignored is None else rows.masked_fill(ignored[:, None], 0.0)
 
-    def tile(self, rows: Tensor, chunk: slice) -> Tile:
-        """Multiply the hidden states of a chunk by the weight: its logits ``[n, V]`` with what the kernels need."""
-        logits = self.products.logits(rows, self.weight)
+    def tile(self, rows: Tensor, chunk: slice, out: Tensor | None = None) -> Tile:
+        """Multiply the hidden states of a chunk by the weight: its logits ``[n, V]``, in ``out`` if it is given, with
+        what the kernels need."""
+        return self.tile_of(self.products.logits(rows, self.weight, out), chunk)
+
+    def tile_of(self, logits: Tensor, chunk: slice) -> Tile:
         return Tile(logits, self.bias, self.targets[chunk], *self.softmax.columns)
 
     def finish(self, states: Tensor, chunk: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,15 +195,18 @@ class Head:
         return logit_gradients(rows, self.weight, self.bias, self.targets[chunk], self.softmax, upstream)
 
 
-def scan_chunks(head: Head, entropy: bool) -> Tensor:
-    """Scan all logits: the states ``[splits, 4, N]`` of the tokens."""
+def scan_chunks(head: Head, entropy: bool, kept: Tensor | None = None) -> Tensor:
+    """Scan all logits: the states ``[splits, 4, N]`` of the tokens. Keeps the logits of the first ones in ``kept``."""
     if head.backend == "triton":
         from turnwise.ops.logprob.linear_triton import scan
 
         return scan(head.hidden, head.weight, head.targets, head.bias, head.positions, head.softmax, entropy)
     # A chunk without tokens makes the states of no chunk.
     chunks = head.chunks() or [slice(0, 0)]
-    return torch.cat([head.kernels.scan(head.tile(head.rows(chunk), chunk), entropy) for chunk in chunks], dim=2)
+    held = 0 if kept is None else len(kept)
+    outs = [kept[chunk] if kept is not None and chunk.stop <= held else None for chunk in chunks]
+    tiles = (head.tile(head.rows(chunk), chunk, out) for chunk, out in zip(chunks, outs, strict=True))
+    return torch.cat([head.kernels.scan(tile, entropy) for tile in tiles], dim=2)
 
 
 def forward(
@@ -213,18 +220,23 @@ def forward(
     ignore_index: int | None,
     entropy: bool,
     max_memory: int | None,
+    keeps: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not requested), float32, chunk by chunk."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute ``logprob``, ``lse`` and ``entropy`` (``[0]`` if not requested), float32, chunk by chunk.
+
+    If it ``keeps`` logits, also returns those of the first tokens that train, as many as the memory holds: ``[K, V]``.
+    """
     softmax = Softmax(temperature, softcap, ignore_index)
     whole = Head(hidden, weight, targets, bias, positions, softmax, backend, max_memory)
     head, keep = whole.trained()
-    results = head.finish(scan_chunks(head, entropy), slice(None), entropy)
+    held = head.size().keep(head.tokens) if keeps and backend != "triton" else 0
+    kept = torch.empty((held, head.vocabulary), dtype=head.products.dtype, device=hidden.device)
+    logprob, lse, entropies = head.finish(scan_chunks(head, entropy, kept), slice(None), entropy)
     if keep is None:
-        return results
-    logprob, lse, entropies = results
+        return logprob, lse, entropies, kept
     logprob, lse = spread(logprob, keep, whole.tokens), spread(lse, keep, whole.tokens)
-    return logprob, lse, spread(entropies, keep, whole.tokens) if entropy else entropies
+    return logprob, lse, spread(entropies, keep, whole.tokens) if entropy else entropies, kept
 
 
 def spread(values: Tensor, keep: Tensor, tokens: int) -> Tensor:
@@ -307,21 +319,29 @@ def backward(
     need_weight: bool,
     need_bias: bool,
     backend: str,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of hidden, weight and bias, ``[0]`` if not needed. Recomputes the logits."""
+    """Compute the gradients of hidden, weight and bias, ``[0]`` if not needed. Overwrites the ``kept`` logits of the
+    first tokens, and recomputes those of the others."""
     softmax = Softmax(temperature, softcap, ignore_index)
     head, keep = Head(hidden, weight, targets, bias, positions, softmax, backend, max_memory).trained()
     gradients = Gradients(head, need_hidden, need_weight, need_bias)
     upstream = Upstream(lse, grad_logprob, entropy, grad_entropy)
-    fill(head, gradients, upstream if keep is None else upstream.rows(keep))
+    fill(head, gradients, upstream if keep is None else upstream.rows(keep), kept)
     return gradients.hidden, gradients.weight, gradients.bias.to(hidden.dtype if bias is None else bias.dtype)
 
 
-def fill(head: Head, gradients: Gradients, upstream: Upstream) -> None:
-    """Compute all gradients from those of the head's log-probabilities and entropies."""
+def fill(head: Head, gradients: Gradients, upstream: Upstream, kept: Tensor | None = None) -> None:
+    """Compute all gradients from those of the head's log-probabilities and entropies, and from ``kept`` logits."""
+    held = 0 if kept is None else len(kept)
     chunks = head.chunks()
     gradients.begin(len(chunks))
     for chunk in chunks:
         rows = head.rows(chunk)
-        gradients.add(chunk, rows, head.recompute_gradient(rows, chunk, upstream.rows(chunk)))
+        if kept is not None and chunk.stop <= held:
+            d = head.gradient(head.tile_of(kept[chunk], chunk), upstream.rows(chunk))
+        else:
+            d = head.recompute_gradient(rows, chunk, upstream.rows(chunk))
+        gradients.add(chunk, rows, d)
+        del d  # before the next one is made
     gradients.end()

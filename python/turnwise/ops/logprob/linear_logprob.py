@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -48,9 +49,11 @@ _TWICE = "linear_logprob: this backend has no second derivative; use backend='to
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, targets, bias, positions, *softmax, entropy, max_memory, backend = inputs
-    _, lse, entropies, *slope = output
-    ctx.mark_non_differentiable(lse, *slope)
+    hidden, weight, targets, bias, positions, *softmax, entropy, max_memory, keeps, backend = inputs
+    _, lse, entropies, kept_or_slope = output
+    ctx.mark_non_differentiable(lse, kept_or_slope)
+    # The first backward overwrites kept logits.
+    ctx.logits, slope = ([kept_or_slope], ()) if keeps is not None else ([], (kept_or_slope,))
     # Autograd can't save tensors made in inference mode. They can't change either, so the context keeps them.
     tensors = hidden, weight, targets, bias, positions
     ctx.sampled = [t if t is not None and t.is_inference() else None for t in tensors]
@@ -70,7 +73,9 @@ def _saved(ctx: Any) -> list[Any]:
     return [*(t if s is None else s for t, s in zip(saved[:count], ctx.sampled, strict=True)), *saved[count:]]
 
 
-def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None, __: Any
+) -> tuple[Any, ...]:
     return _gradients(ctx, _saved(ctx), grad_logprob, grad_entropy)
 
 
@@ -80,8 +85,12 @@ def _gradients(ctx: Any, saved: list[Any], grad_logprob: Tensor | None, grad_ent
     with_entropy = ctx.entropy and grad_entropy is not None
     if grad_logprob is None:
         grad_logprob = torch.zeros_like(lse)
+    # Kept logits are changed in place, which the registered op may not do.
+    logits = ctx.logits.pop() if ctx.logits and not torch.is_grad_enabled() else None
+    in_place = logits is not None and len(logits) > 0
+    call = functools.partial(backward, kept=logits) if in_place else torch.ops.turnwise.linear_logprob_backward
     with torch.autocast(lse.device.type, enabled=False):
-        grads = torch.ops.turnwise.linear_logprob_backward(
+        grads = call(
             grad_logprob,
             grad_entropy if with_entropy else None,
             *(*tensors, lse),
@@ -91,7 +100,7 @@ def _gradients(ctx: Any, saved: list[Any], grad_logprob: Tensor | None, grad_ent
     hidden_grad, weight_grad, bias_grad = (
         value if needed else None for value, needed in zip(grads, (need_hidden, need_weight, need_bias), strict=True)
     )
-    return hidden_grad, weight_grad, None, bias_grad, *[None] * 7
+    return hidden_grad, weight_grad, None, bias_grad, *[None] * 8
 
 
 def _differentiate_frozen(
@@ -99,7 +108,7 @@ def _differentiate_frozen(
 ) -> tuple[Any, ...]:
     saved = _saved(ctx)
     if grad_logprob is None or grad_entropy is not None:  # the entropy's gradient needs the logits again
-        return _gradients(ctx, saved, grad_logprob, grad_entropy)[:-1]
+        return _gradients(ctx, saved, grad_logprob, grad_entropy)[:-2]
     hidden, positions, slope = saved[0], saved[4], saved[-1]
     return torch.ops.turnwise.linear_logprob_frozen_backward(grad_logprob, slope, hidden, positions), *[None] * 9
 
@@ -113,10 +122,12 @@ if extension is not None:
     _backward_op = torch.library.custom_op("turnwise::linear_logprob_backward", backward, mutates_args=())
 
     @_op.register_fake
-    def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = targets.shape[0]
-        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-3] else 0)]
-        return out[0], out[1], out[2]
+    def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, wide = targets.shape[0], torch.promote_types(hidden.dtype, torch.float32)
+        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-4] else 0)]
+        # A graph keeps no logits.
+        kept = hidden.new_empty((0, weight.shape[0]), dtype=wide if hidden.is_cuda else hidden.dtype)
+        return out[0], out[1], out[2], kept
 
     @_backward_op.register_fake
     def _fake_backward(
@@ -137,14 +148,15 @@ if extension is not None:
 
     @_frozen_op.register_fake
     def _fake_frozen(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        return *_fake(hidden, weight, targets, *rest, "native"), hidden.new_empty(targets.shape[0], hidden.shape[1])
+        made = _fake(hidden, weight, targets, *rest, False, "native")
+        return *made[:3], hidden.new_empty(targets.shape[0], hidden.shape[1])
 
     @_scale_op.register_fake
     def _fake_scale(_: Tensor, __: Tensor, like: Tensor, ___: Tensor | None) -> Tensor:
         return like.new_empty(like.shape)
 
     _frozen_op.register_autograd(
-        _differentiate_frozen, setup_context=lambda ctx, inputs, output: _save(ctx, (*inputs, "native"), output)
+        _differentiate_frozen, setup_context=lambda ctx, inputs, output: _save(ctx, (*inputs, None, "native"), output)
     )
     _scale_op.register_autograd(_reject, setup_context=lambda ctx, inputs, output: None)
     _op.register_autograd(_differentiate, setup_context=_save)
@@ -180,13 +192,14 @@ def linear_logprob(
 
     Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
     Gradients flow to hidden, weight and bias if they require one. A chunk of tokens has all its logits in memory at
-    once; the backward recomputes them, so forward and backward make four products. ``max_memory`` bounds the bytes of
-    a chunk's logits, of at least one token: by default 256 MiB on a CPU, where most chunks are smaller, and on a GPU a
-    64th of its memory, between 256 MiB and 1 GiB. The gradient of a narrow weight is summed in its own dtype over up to
-    24 chunks, and in float32, which takes as much memory as two such weights, over more. If weight and bias are frozen,
-    as under LoRA, the native backend makes the slope of hidden ``[M, H]`` in the forward. The backward then recomputes
-    nothing, unless the entropy's gradient is requested. Float16 has no such path. Nor has Triton, so there ``1 - p[t]``
-    of a frozen head has the absolute accuracy of float32.
+    once, within ``max_memory`` bytes: by default 256 MiB on a CPU, where most chunks are smaller, and on a GPU a 64th
+    of its memory, between 256 MiB and 1 GiB. A chunk has at least one token. With gradients the forward keeps the
+    logits of as many tokens as that holds, so these take three products with the backward; the backward recomputes the
+    others, in four. A graph of ``torch.compile`` keeps none, nor does Triton. The gradient of a narrow weight is summed
+    in its own dtype over up to 24 chunks, and in float32, which takes as much memory as two such weights, over more. If
+    weight and bias are frozen, as under LoRA, the native backend makes the slope of hidden ``[M, H]`` in the forward.
+    The backward then recomputes nothing, unless the entropy's gradient is requested. Float16 has no such path. Nor has
+    Triton, so there ``1 - p[t]`` of a frozen head has the absolute accuracy of float32.
 
     Log-sum-exps are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
     ``hidden @ weight.T`` rounds them; on a GPU they stay float32. There float32 inputs take Triton's kernels where they
@@ -226,7 +239,10 @@ def linear_logprob(
             hidden, weight, targets, bias, positions, *softmax, entropy, max_memory
         )
     else:
-        logprob, _, entropies = torch.ops.turnwise.linear_logprob(
-            hidden, weight, targets, bias, positions, *softmax, entropy, max_memory, chosen
+        leaves = (hidden, weight, bias)
+        trains = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+        keeps = trains and not torch.compiler.is_compiling()
+        logprob, _, entropies, _ = torch.ops.turnwise.linear_logprob(
+            hidden, weight, targets, bias, positions, *softmax, entropy, max_memory, keeps, chosen
         )
     return (logprob, entropies) if entropy else logprob  # type: ignore[return-value]
