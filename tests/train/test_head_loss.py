@@ -38,8 +38,10 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("linear_logprob was called where the loss needs no log-probs before")
 
 
-def make(model: Any, layout: str, lora: bool, dtype: torch.dtype) -> Policy:
+def make(model: Any, layout: str, lora: bool, dtype: torch.dtype, untied: bool = False) -> Policy:
     lm = copy.deepcopy(model).to(dtype)
+    if untied:
+        lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone())
     if lora:
         lm = SharedBase(lm).add_adapter("default", peft_config(LoraConfig(rank=4, dropout=0.0)), seed=1)
     return Policy("default", lm, UPDATE, total_steps=10, with_reference=True, layout=layout)
@@ -75,15 +77,17 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
 @pytest.mark.parametrize("layout", ["trie", "packed", "padded"])
-def test_one_pass_equals_two_in_every_layout(allowed, tree_batch, small_model, layout, lora, dtype) -> None:
+def test_one_pass_equals_two_in_every_layout(allowed, tree_batch, small_model, layout, kind, dtype) -> None:
     """Siblings of a trie share log-probs. Under bfloat16 the head's gradient joins the float32 master's."""
     (model, _), batch = small_model(), tree_batch(3)
     found = []
     for passes in ("one", "two"):
         allowed(passes)
-        found.append(update(make(model, layout, lora, dtype), batch, LossConfig(kl={"coef": 0.1})))
+        found.append(
+            update(make(model, layout, kind == "lora", dtype, kind == "untied"), batch, LossConfig(kl={"coef": 0.1}))
+        )
     (metrics, grads), (expected, expected_grads) = found
     assert metrics == pytest.approx(expected, rel=1e-5 if dtype is torch.float32 else 2e-2, abs=1e-6)
     assert grads.keys() == expected_grads.keys()
