@@ -178,6 +178,44 @@ def test_ignored_tokens_are_left_out(target, monkeypatch, rows, variant, masked)
     assert got[0].metrics["tokens"] == (given["mask"] & ~ignored).sum()
 
 
+@pytest.mark.parametrize("variant", [None, ops.GSPO()], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_temperatures_and_shared_log_probabilities(target, variant, shared) -> None:
+    """Three temperatures; and tokens that read every second target."""
+    given = make(6, variant=variant, entropy=True)
+    options = {k: given.pop(k) for k in ("hidden", "weight", "bias", "targets", "temperature")}
+    heats = torch.tensor([0.5, 1.0, 0.7])[torch.arange(TOKENS) % 3]
+    reads = torch.arange(TOKENS) // 2 * 2 if shared else torch.arange(TOKENS)
+
+    def head(where: Any, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], Tensor]:
+        leaves = {k: where(options[k]).to(dtype).clone().requires_grad_() for k in ("hidden", "weight", "bias")}
+        return leaves, where(options["targets"])
+
+    leaves, targets = head(target.on)
+    how = {"reads": target.on(reads)} if shared else {}
+    out = ops.linear_policy_loss(
+        **leaves, targets=targets, temperature=target.on(heats), **how, **target.on(given), backend=target.backend
+    )
+    out.loss.backward()
+    exact, targets = head(lambda x: x, torch.float64)
+    logs = torch.log_softmax((exact["hidden"] @ exact["weight"].T + exact["bias"]) / heats[:, None].double(), -1)
+    logprobs, entropy = logs.gather(1, targets[:, None])[reads, 0], -(logs.exp() * logs).sum(1)[reads]
+    streams = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    want = ops.policy_loss(logprobs, **streams | {"entropy": entropy.detach()})
+    want.loss.backward()
+    torch.testing.assert_close(out.loss.cpu().double(), want.loss, rtol=5e-6, atol=5e-6)
+    torch.testing.assert_close(
+        out.metrics["entropy"].cpu().double(), want.metrics["entropy"].double(), rtol=2e-5, atol=0
+    )
+    kept = given["mask"]
+    torch.testing.assert_close(out.logprobs.cpu().double()[kept], logprobs.detach()[kept], rtol=2e-5, atol=2e-5)
+    assert (out.logprobs.cpu()[~kept] == 0).all()
+    for name, leaf in leaves.items():
+        grad = exact[name].grad
+        close = {"rtol": 5e-6, "atol": 5e-6 * grad.abs().max().item()}
+        torch.testing.assert_close(leaf.grad.cpu().double(), grad, **close, msg=lambda m, n=name: f"{n}: {m}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is computed
 # ---------------------------------------------------------------------------------------------------------------------

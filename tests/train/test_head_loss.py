@@ -38,11 +38,11 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("linear_logprob was called where the loss needs no log-probs before")
 
 
-def make(model: Any, layout: str, lora: bool, dtype: torch.dtype, untied: bool = False) -> Policy:
+def make(model: Any, layout: str, kind: str, dtype: torch.dtype) -> Policy:
     lm = copy.deepcopy(model).to(dtype)
-    if untied:
+    if kind == "untied":
         lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone())
-    if lora:
+    if kind == "lora":
         lm = SharedBase(lm).add_adapter("default", peft_config(LoraConfig(rank=4, dropout=0.0)), seed=1)
     return Policy("default", lm, UPDATE, total_steps=10, with_reference=True, layout=layout)
 
@@ -85,9 +85,7 @@ def test_one_pass_equals_two_in_every_layout(allowed, tree_batch, small_model, l
     found = []
     for passes in ("one", "two"):
         allowed(passes)
-        found.append(
-            update(make(model, layout, kind == "lora", dtype, kind == "untied"), batch, LossConfig(kl={"coef": 0.1}))
-        )
+        found.append(update(make(model, layout, kind, dtype), batch, LossConfig(kl={"coef": 0.1})))
     (metrics, grads), (expected, expected_grads) = found
     assert metrics == pytest.approx(expected, rel=1e-5 if dtype is torch.float32 else 2e-2, abs=1e-6)
     assert grads.keys() == expected_grads.keys()
@@ -103,7 +101,7 @@ def test_one_pass_equals_two_with_every_kind_of_loss(allowed, random_batch, smal
     found = []
     for passes in ("one", "two"):
         allowed(passes)
-        policy = make(model, "packed", False, torch.float32)
+        policy = make(model, "packed", "tied", torch.float32)
         found.append(update(policy, batch, LossConfig(**LOSSES[case])))
     (metrics, grads), (expected, expected_grads) = found
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6) and metrics["updates"] == 1
@@ -111,12 +109,18 @@ def test_one_pass_equals_two_with_every_kind_of_loss(allowed, random_batch, smal
         torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6 * float(grad.abs().max()) + 1e-8)
 
 
-def test_rows_of_two_temperatures_read_log_probs(allowed, random_batch, small_model) -> None:
-    (model, _), batch = small_model(), random_batch(1, rows=6)
-    allowed("one")
-    heated = replace(batch, temperatures=np.where(np.arange(6) % 2, 0.5, 1.0).astype(np.float32))
-    with pytest.raises(AssertionError, match="linear_logprob was called"):
-        update(make(model, "packed", False, torch.float32), heated, LossConfig())
+@pytest.mark.parametrize("layout", ["trie", "packed"])
+def test_rows_of_two_temperatures_take_one_pass(allowed, tree_batch, small_model, layout) -> None:
+    """Siblings share log-probs only at the same temperature."""
+    (model, _), batch, found = small_model(), tree_batch(3), []
+    heated = replace(batch, temperatures=np.where(np.arange(len(batch)) % 2, 0.5, 1.0).astype(np.float32))
+    for passes in ("one", "two"):
+        allowed(passes)
+        found.append(update(make(model, layout, "tied", torch.float32), heated, LossConfig()))
+    (metrics, grads), (expected, expected_grads) = found
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6 * float(grad.abs().max()) + 1e-8)
 
 
 def test_the_terms_that_read_log_probs_are_those_that_add_to_the_loss_from_them() -> None:

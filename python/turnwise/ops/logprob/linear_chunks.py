@@ -176,8 +176,8 @@ class Head:
     def finish(self, states: Tensor, chunk: slice, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Compute ``logprob``, ``lse`` and ``entropy`` of a chunk's tokens from their states ``[splits, 4, n]``."""
         if self.shard is None:
-            return self.kernels.finish(states, entropy)  # type: ignore[no-any-return]
-        return self.shard.finish(states, self.targets[chunk])  # type: ignore[no-any-return]
+            return self.kernels.finish(states, entropy)
+        return self.shard.finish(states, self.targets[chunk])
 
     def gradient(self, tile: Tile, upstream: Upstream) -> Tensor:
         """Overwrite logits with their gradient, in the weight's dtype: that of a narrow one in half of each row."""
@@ -283,7 +283,7 @@ class Gradients:
             self.bias += d.sum(0, dtype=self.bias.dtype)
         if self.need_hidden and self.head.positions is None:
             self.products.hidden_gradient(self.hidden[chunk], d, self.head.weight)
-        elif self.need_hidden:
+        elif self.need_hidden and self.head.positions is not None:
             part = torch.empty_like(rows, dtype=self.hidden.dtype)
             self.products.hidden_gradient(part, d, self.head.weight)
             # On a GPU index_put_ sorts the positions, so the order of sums is fixed; index_add_ has no fixed order.

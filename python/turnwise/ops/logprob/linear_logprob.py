@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def _gradients(ctx: Any, saved: list[Any], grad_logprob: Tensor | None, grad_ent
     # Kept logits are changed in place, which the registered op may not do.
     logits = ctx.logits.pop() if ctx.logits and not torch.is_grad_enabled() else None
     in_place = logits is not None and len(logits) > 0
-    call = functools.partial(backward, kept=logits) if in_place else torch.ops.turnwise.linear_logprob_backward
+    registered = torch.ops.turnwise.linear_logprob_backward
+    call: Callable[..., Any] = functools.partial(backward, kept=logits) if in_place else registered
     with torch.autocast(lse.device.type, enabled=False):
         grads = call(
             grad_logprob,

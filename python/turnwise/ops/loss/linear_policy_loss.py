@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import forced_backend, native_core, select_backend
-from turnwise.ops.common.layout import Streams, transform_reason
+from turnwise.ops.common.layout import Streams, check_each, transform_reason
 from turnwise.ops.logprob.checks import (
     as_autocast,
     check_head,
@@ -59,6 +59,37 @@ def check_reads(reads: Tensor | None, targets: Tensor) -> None:
         check_id_values("reads", reads, targets.shape[0])
 
 
+def check_temperatures(temperature: object, targets: Tensor) -> Tensor | None:
+    """Check temperatures of each target; ``None`` if there is one number. Their values are checked on a CPU."""
+    if not isinstance(temperature, Tensor) or temperature.dim() == 0:
+        return None
+    if temperature.shape != targets.shape or not temperature.is_floating_point():
+        got = f"{temperature.dtype} {tuple(temperature.shape)}"
+        raise ValueError(f"temperature is {got}: expected a number, or floats {tuple(targets.shape)}, as targets")
+    if temperature.is_cpu and not torch.compiler.is_compiling():
+        check_each("temperature", temperature, ~((temperature > 0) & temperature.isfinite()), "a finite number > 0")
+    return temperature.detach()
+
+
+class Places(NamedTuple):
+    """The targets of a head, and which tokens read them."""
+
+    targets: Tensor
+    positions: Tensor | None
+    reads: Tensor | None
+    temperatures: Tensor | None
+
+    def sorted(self) -> Places:
+        """Order the targets by their temperatures, so that chunks have one."""
+        if self.temperatures is None:
+            return self
+        order = self.temperatures.argsort(stable=True)
+        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+        positions = order if self.positions is None else self.positions[order]
+        reads = places if self.reads is None else places[self.reads]
+        return Places(self.targets[order], positions, reads, self.temperatures[order])
+
+
 def check_grad_into(into: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
     if into is None:
         return
@@ -83,7 +114,7 @@ def linear_policy_loss(
     *,
     cu_seqlens: Tensor,
     mask: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     ignore_index: int | None = None,
     bias: Tensor | None = None,
@@ -114,16 +145,18 @@ def linear_policy_loss(
     :func:`policy_loss`; ``entropy=True`` adds the metric. ``backend`` names the backend of the head; the loss takes the
     best one for the device. A token whose target is ``ignore_index`` counts as masked. Tokens with equal hidden states
     and targets can share a log-probability: with ``reads [N]`` (int64 or int32 in ``[0, M)``), token ``n`` has that of
-    target ``reads[n]``, and the streams are ``[N]``.
+    target ``reads[n]``, and the streams are ``[N]``. ``temperature`` may be one for each target, like ``targets``;
+    reading how many there are makes a GPU wait.
 
     The forward computes the gradients chunk by chunk, within ``max_memory`` bytes of logits (as in
     :func:`linear_logprob`); the backward scales and returns them. For PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO a
     token needs no other token's log-probability. For GSPO, LUSPO, GMPO, VESPO and corrections by sequence chunks end
-    where sequences end, and for Clip-Cov and KL-Cov ``selected`` must be given. Two passes, and so four products, take:
-    sequences that are longer than the memory holds, custom losses, the choice of ``selected``, ``reads`` with a loss by
-    sequence, ``torch.compile``, ``backend="torch"``, and float32 on a GPU from compute capability 10.0 where Triton's
-    three products in TF32 are faster. A loss by sequence reads ``cu_seqlens``, which makes a GPU wait. Masked tokens
-    cost nothing on a CPU. Gradients that are not required are not computed.
+    where sequences end, which reads ``cu_seqlens`` and makes a GPU wait. For Clip-Cov and KL-Cov ``selected`` must be
+    given. Masked tokens cost nothing on a CPU. Gradients that are not required are not computed.
+
+    Two passes are needed for sequences that are longer than the memory holds, custom losses, the choice of
+    ``selected``, a loss by sequence with ``reads`` or several temperatures, ``torch.compile`` and ``backend="torch"``.
+    On a GPU from compute capability 10.0 they are faster in float32, where Triton makes its products in TF32.
 
     The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, and in float32 over more. With
     ``grad_into [V, H]`` float32 one pass adds it there instead, in the forward, and the weight gets no gradient: the
@@ -180,7 +213,12 @@ def _compute(
     """Choose one pass or two. ``head`` holds the other arguments of :func:`linear_logprob`."""
     # Validate
     bias, positions, check, backend = (head[name] for name in ("bias", "positions", "check", "backend"))
-    softmax = make_softmax(head["temperature"], head["softcap"], head["ignore_index"])
+    temperatures = check_temperatures(head["temperature"], targets)
+    if temperatures is not None and len(distinct := temperatures.unique()) <= 1:
+        head, temperatures = head | {"temperature": distinct[0].item() if len(distinct) else 1.0}, None
+    softmax = make_softmax(
+        1.0 if temperatures is not None else head["temperature"], head["softcap"], head["ignore_index"]
+    )
     check_head(hidden, weight, targets, bias, positions)
     check_max_memory(head["max_memory"])
     check_reads(reads, targets)
@@ -202,8 +240,10 @@ def _compute(
             check_id_values("positions", positions, hidden.shape[0])
     if served is not None and wanted:
         with torch.no_grad():
-            whole = Head(hidden, weight, targets, bias, positions, softmax, served, head["max_memory"])
-            plan, scale = plan_loss(whole, s, objective, reads)
+            places = Places(targets, positions, reads, temperatures).sorted()
+            at = places.targets, bias, places.positions
+            whole = Head(hidden, weight, *at, softmax, served, head["max_memory"])
+            plan, scale = plan_loss(whole, s, objective, places.reads, places.temperatures)
         if plan is not None:
             return one_pass_loss(plan, scale, leaves, s, entropy, grad_into if weight.requires_grad else None)
 
@@ -214,13 +254,30 @@ def _compute(
         targets = targets.masked_fill(s.mask == 0, head["ignore_index"])
     if grad_into is not None and wanted and weight.requires_grad:
         weight = _AddInto.apply(weight, grad_into)
-    made: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
-    logprob, entropies = (made[0], made[1].detach()) if entropy else (made, None)
+    logprob, entropies = _read(hidden, weight, targets, temperatures, entropy, head)
     if reads is not None:
         logprob, entropies = logprob[reads], None if entropies is None else entropies[reads]
     exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
     result = prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), objective, backend=exact)
     return with_logprobs(result, logprob, s.mask)
+
+
+def _read(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, entropy: bool, head: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probabilities, and entropies without a gradient, temperature by temperature."""
+    if temperatures is None:
+        made: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
+        return (made[0], made[1].detach()) if entropy else (made, None)
+    where = [torch.nonzero(temperatures == value)[:, 0] for value in temperatures.unique()]
+    parts, positions = [], head["positions"]
+    for index in where:
+        at = index if positions is None else positions[index]
+        options = head | {"temperature": temperatures[index[0]].item(), "positions": at}
+        parts.append(_read(hidden, weight, targets[index], None, entropy, options))
+    back = torch.cat(where).argsort()
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs)[back], torch.cat(entropies)[back] if entropy else None
 
 
 class _AddInto(torch.autograd.Function):

@@ -50,6 +50,7 @@ class Chunk(NamedTuple):
     tokens: slice | Tensor
     row: Tensor | None  # of the logits that each token reads, counted from the first; None: each its own
     bounds: list[int]  # the sequences of the tokens: their first tokens, and the end
+    temperature: float | None = None  # of its logits; None: that of the head
 
 
 def cut_anywhere(count: int, rows: int) -> list[Chunk]:
@@ -58,16 +59,22 @@ def cut_anywhere(count: int, rows: int) -> list[Chunk]:
     return [Chunk(cut, cut, None, [0, cut.stop - cut.start]) for cut in cuts]
 
 
-def cut_shared(reads: Tensor, count: int, rows: int) -> list[Chunk]:
-    """Cut ``count`` rows of logits of which token ``n`` reads ``reads[n]``. The tokens' losses need no other token."""
+def cut_shared(reads: Tensor, counts: list[int], temperatures: list[float | None], rows: int) -> list[Chunk]:
+    """Cut rows of logits of which token ``n`` reads ``reads[n]``. The tokens' losses need no other token.
+
+    The first ``counts[0]`` rows have the first of ``temperatures``, and so on; a chunk has one.
+    """
+    cuts, heats, begin = [], [], 0
+    for count, temperature in zip(counts, temperatures, strict=True):
+        of_group = [slice(i, min(i + rows, begin + count)) for i in range(begin, begin + count, rows)]
+        cuts, heats, begin = [*cuts, *of_group], [*heats, *[temperature] * len(of_group)], begin + count
     order = reads.argsort(stable=True)
-    cuts = [slice(i, min(i + rows, count)) for i in range(0, count, rows)]
     edges = torch.tensor([0, *(cut.stop for cut in cuts)], device=reads.device)
     ends = torch.searchsorted(reads[order].contiguous(), edges).tolist()
     chunks = []
-    for cut, start, stop in zip(cuts, ends, ends[1:], strict=False):
+    for cut, heat, start, stop in zip(cuts, heats, ends, ends[1:], strict=False):
         tokens = order[start:stop]
-        chunks.append(Chunk(cut, tokens, reads[tokens] - cut.start, [0, stop - start]))
+        chunks.append(Chunk(cut, tokens, reads[tokens] - cut.start, [0, stop - start], heat))
     return chunks
 
 
@@ -115,12 +122,18 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    whole: Head, s: Streams, weights: Tensor, objective: Objective, reads: Tensor | None = None
+    whole: Head,
+    s: Streams,
+    weights: Tensor,
+    objective: Objective,
+    reads: Tensor | None = None,
+    temperatures: Tensor | None = None,
 ) -> Plan | None:
     """Plan one pass; ``None`` if the loss needs more tokens at once than the memory holds. On a CPU masked tokens are
     left out. For a loss by sequence it reads ``cu_seqlens``, which makes a GPU wait.
 
-    ``s`` has an advantage and ``weights`` a weight per token; ``reads [N]`` is the row of logits of each token.
+    ``s`` has an advantage and ``weights`` a weight per token; ``reads [N]`` is the row of logits of each token, which
+    ``temperatures [M]``, in ascending order, needs.
     """
     if objective.variant.by_batch or (objective.variant.selects and s.selected is None):
         return None
@@ -143,14 +156,18 @@ def make_plan(
             ends = torch.searchsorted(keep, s.cu_seqlens.to(keep.dtype))  # type: ignore[union-attr]
             lengths = ends.diff().tolist()
         s, weights = pick(s, keep)._replace(mask=None), weights[keep]
+        temperatures = None if temperatures is None else temperatures[kept_logits]
     # Cut it.
     size = head.size()
     chunks: list[Chunk] | None
     if objective.by_row:
         lengths = s.cu_seqlens.diff().tolist() if lengths is None else lengths  # type: ignore[union-attr]
         chunks = cut_by_sequence(lengths, size)
+    elif reads is not None and temperatures is not None:
+        distinct, counts = temperatures.unique_consecutive(return_counts=True)
+        chunks = cut_shared(reads, counts.tolist(), distinct.tolist(), size.rows)
     elif reads is not None:
-        chunks = cut_shared(reads, head.tokens, size.rows)
+        chunks = cut_shared(reads, [head.tokens], [None], size.rows)
     else:
         chunks = cut_anywhere(head.tokens, size.rows)
     return None if chunks is None else Plan(head, s, weights, objective, chunks, reads, keep)
@@ -195,6 +212,8 @@ def fused(plan: Plan, gradients: Gradients, entropy: bool) -> tuple[Tensor, Tens
     for chunk in plan.chunks:
         rows = head.rows(chunk.logits)
         tile = head.tile(rows, chunk.logits)
+        if chunk.temperature is not None:
+            tile = tile._replace(scale=1.0 / chunk.temperature)
         logprob, lse, entropies_m = head.finish(head.kernels.scan(tile, entropy), chunk.logits, entropy)
         d = head.gradient(tile, Upstream(lse, _gradient(plan, logprob, chunk), None, None))
         gradients.add(chunk.logits, rows, d)
@@ -254,7 +273,7 @@ class _AttachGradients(torch.autograd.Function):
                 f"linear_policy_loss: grad_into holds the gradient of the loss, not of {factor} times it"
             )
         needed = grads.need_hidden, grads.need_weight and grads.into is None, grads.need_bias
-        out = []
+        out: list[Tensor | None] = []
         for values, wanted, leaf in zip((grads.hidden, grads.weight, grads.bias), needed, ctx.leaves, strict=True):
             if not wanted:
                 out.append(None)
@@ -293,7 +312,11 @@ def _scale_in_place(values: Tensor, factor: Tensor, backend: str) -> None:
 
 
 def plan_loss(
-    head: Head, s: Streams, objective: Objective, reads: Tensor | None = None
+    head: Head,
+    s: Streams,
+    objective: Objective,
+    reads: Tensor | None = None,
+    temperatures: Tensor | None = None,
 ) -> tuple[Plan | None, Tensor | None]:
     """Plan one pass, with the power of two by which float16 gradients are scaled until the backward."""
     # A weight and an advantage per token. Both are known before any logit is computed.
@@ -305,7 +328,8 @@ def plan_loss(
         if weights.numel():
             scale = torch.ldexp(torch.ones_like(weights[0]), -torch.frexp(weights.max()).exponent)
         weights = weights * scale
-    return make_plan(head, s._replace(advantages=rows.spread(s.advantages)), weights, objective, reads), scale
+    s = s._replace(advantages=rows.spread(s.advantages))
+    return make_plan(head, s, weights, objective, reads, temperatures), scale
 
 
 def one_pass_loss(

@@ -43,14 +43,14 @@ class ModelInputs(NamedTuple):
 class Head(NamedTuple):
     """Reads tokens by their indices: their log-probs, the logits ``[n, V]`` that predict them, or those ``[n, k]`` of
     the given ids ``[n, k]``; and the hidden states ``[n, H]`` of all tokens before them. ``loss`` reads all tokens at
-    one temperature into a loss; ``None`` for a head that reads logits."""
+    their temperatures into a loss; ``None`` for a head that reads logits."""
 
     read: Callable[[Any, Tensor, float, bool], Result]
     logits: Callable[[Tensor], Tensor]
     logits_of: Callable[[Tensor], Tensor]
     hidden: Callable[[], Tensor]
     vocabulary: int
-    loss: Callable[[Tensor, float, Mapping[str, Any]], HeadLoss] | None = None
+    loss: Callable[[Tensor, Tensor, Mapping[str, Any]], HeadLoss] | None = None
 
 
 def read_tokens(
@@ -88,14 +88,12 @@ def read_tokens(
 def _loss_in_one(
     head: Head, targets_n: Tensor, temperature_n: Tensor, mask_index_n: Tensor | None, needs: Needs
 ) -> HeadLoss | None:
-    """Compute the needed loss with the head's log-probs; ``None`` if tokens differ in temperature, or are under
-    grammars."""
+    """Compute the needed loss with the head's log-probs; ``None`` if tokens are under grammars."""
     if needs.loss is None or needs.logprobs or head.loss is None:
         return None
     if mask_index_n is not None and bool((mask_index_n >= 0).any()):
         return None
-    distinct = temperature_n.unique().tolist()
-    return head.loss(targets_n, distinct[0] if distinct else 1.0, needs.loss) if len(distinct) <= 1 else None
+    return head.loss(targets_n, temperature_n, needs.loss)
 
 
 @torch.no_grad()
@@ -181,18 +179,21 @@ def from_hidden(lm: Any, hidden: Tensor, at_N: Tensor, *, repeated: bool, max_me
         raw = raw if bias is None else raw + bias[ids]
         return raw if softcap is None else softcap * torch.tanh(raw / softcap)
 
-    def places(at: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Siblings that read the same position and have the same target share one log-prob: return each once, and
-        which of them each token reads."""
+    def places(at: Tensor, targets: Tensor, heat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Siblings that read the same position at the same temperature, and have the same target, share one log-prob:
+        return each once, and which of them each token reads."""
         if not repeated:
-            return at, targets, None
-        pairs, pair_of = (at * weight.shape[0] + targets).unique(return_inverse=True)
-        if len(pairs) == len(at):
-            return at, targets, None
-        return pairs // weight.shape[0], pairs % weight.shape[0], pair_of
+            return at, targets, heat, None
+        distinct, which = heat.unique(return_inverse=True)
+        keys, read_by = ((at * weight.shape[0] + targets) * len(distinct) + which).unique(return_inverse=True)
+        if len(keys) == len(at):
+            return at, targets, heat, None
+        pairs, which = keys // max(len(distinct), 1), keys % max(len(distinct), 1)
+        return pairs // weight.shape[0], pairs % weight.shape[0], distinct[which], read_by
 
     def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
-        at, targets, pair_of = places(at_N[which], targets)
+        at = at_N[which]
+        at, targets, _, pair_of = places(at, targets, torch.ones_like(at))
         made = linear_logprob(
             hidden, weight, targets, positions=at, temperature=temperature, entropy=entropy, **options
         )
@@ -201,8 +202,8 @@ def from_hidden(lm: Any, hidden: Tensor, at_N: Tensor, *, repeated: bool, max_me
             return logprobs, entropies
         return logprobs[pair_of], None if entropies is None else entropies[pair_of]
 
-    def loss(targets: Tensor, temperature: float, arguments: Mapping[str, Any]) -> HeadLoss:
-        at, targets, pair_of = places(at_N, targets)
+    def loss(targets: Tensor, temperature_N: Tensor, arguments: Mapping[str, Any]) -> HeadLoss:
+        at, targets, temperature, pair_of = places(at_N, targets, temperature_N)
         into = arguments.get("grad_into")
         into = None if into is None else {"grad_into": into[: weight.shape[0]]}
         return linear_policy_loss(
