@@ -74,13 +74,17 @@ def run(
     backend = "torch" if target is None else target.backend
     if target is None or two:
         head = {k: given.pop(k) for k in HEAD if k in given}
-        with_entropy = given.pop("entropy", False)
+        with_entropy, coef = given.pop("entropy", False), given.pop("entropy_coef", 0.0)
         out = ops.linear_logprob(**leaves, **head, entropy=with_entropy, backend=backend)
         logprob, entropy = out if with_entropy else (out, None)
         chosen = None if two else "torch"
         result = ops.policy_loss(
             logprob, **given, entropy=None if entropy is None else entropy.detach(), backend=chosen
         )
+        if coef:
+            layout = {k: given.get(k) for k in ("mask", "cu_seqlens", "actor_ids", "num_actors", "max_length")}
+            bonus = ops.aggregate(entropy, **layout, aggregation=given.get("aggregation", "token-mean"))
+            result = result._replace(loss=result.loss - coef * bonus)
     else:
         result = ops.linear_policy_loss(**leaves, **given, backend=backend)
     (result.loss * 2).backward()
@@ -113,7 +117,7 @@ VARIANTS = [ops.Clip(), ops.CISPO(), ops.GPG(), ops.Reinforce(), ops.SAPO(), ops
 )
 def test_equals_the_two_ops(target, monkeypatch, aggregation, frozen) -> None:
     """What is frozen costs no product."""
-    given = make(1, **FULL, aggregation=aggregation, entropy=True)
+    given = make(1, **FULL, aggregation=aggregation, entropy=True, entropy_coef=0.3)
     want = run(given, frozen=frozen)
     if target.backend == "native":
         for name, product in (("weight", "weight_gradient"), ("hidden", "hidden_gradient")):
@@ -182,7 +186,7 @@ def test_ignored_tokens_are_left_out(target, monkeypatch, rows, variant, masked)
 @pytest.mark.parametrize("shared", [False, True])
 def test_temperatures_and_shared_log_probabilities(target, variant, shared) -> None:
     """Three temperatures; and tokens that read every second target."""
-    given = make(6, variant=variant, entropy=True)
+    given = make(6, variant=variant, entropy=True, entropy_coef=-0.4)
     options = {k: given.pop(k) for k in ("hidden", "weight", "bias", "targets", "temperature")}
     heats = torch.tensor([0.5, 1.0, 0.7])[torch.arange(TOKENS) % 3]
     reads = torch.arange(TOKENS) // 2 * 2 if shared else torch.arange(TOKENS)
@@ -201,7 +205,10 @@ def test_temperatures_and_shared_log_probabilities(target, variant, shared) -> N
     logs = torch.log_softmax((exact["hidden"] @ exact["weight"].T + exact["bias"]) / heats[:, None].double(), -1)
     logprobs, entropy = logs.gather(1, targets[:, None])[reads, 0], -(logs.exp() * logs).sum(1)[reads]
     streams = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    coef = streams.pop("entropy_coef")
     want = ops.policy_loss(logprobs, **streams | {"entropy": entropy.detach()})
+    mask = given["mask"].double()
+    want = want._replace(loss=want.loss - coef * (entropy * mask).sum() / mask.sum())
     want.loss.backward()
     torch.testing.assert_close(out.loss.cpu().double(), want.loss, rtol=5e-6, atol=5e-6)
     mean, exact_mean = (metrics["entropy"].cpu().double() for metrics in (out.metrics, want.metrics))

@@ -339,6 +339,7 @@ def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
         ({"ignore_index": True}, ValueError, "ignore_index=True"),
         ({"max_memory": 0}, ValueError, "max_memory=0: expected a number of bytes, at least 1, or None"),
         ({"max_memory": 1.5}, ValueError, "max_memory=1.5"),
+        ({"entropy_coef": math.nan}, ValueError, "entropy_coef=nan: expected a finite number"),
         ({"reads": torch.zeros(15)}, TypeError, "reads has dtype torch.float32: expected int64 or int32"),
         ({"reads": torch.full((15,), 15)}, ValueError, r"reads\[0\]=15: expected an id in \[0, 15\)"),
         (

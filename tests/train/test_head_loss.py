@@ -30,8 +30,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "kl": {"type": "clip-higher", "kl": {"coef": 0.1}, "aggregation": "agent-mean"},
     "masks": {"masks": {"off_policy": 0.5}},
     "critic": {"critic": {}},
+    "entropy": {"entropy_coef": 0.1, "aggregation": "seq-mean-token-mean"},
 }
-READING: dict[str, dict[str, Any]] = {"entropy": {"entropy_coef": 0.1}, "observations": {"observation_coef": 0.1}}
+READING: dict[str, dict[str, Any]] = {"observations": {"observation_coef": 0.1}}
 
 
 def refuse(*_: Any, **__: Any) -> Any:
@@ -131,11 +132,11 @@ def test_the_terms_that_read_log_probs_are_those_that_add_to_the_loss_from_them(
 
 
 async def test_a_run_says_once_which_terms_take_two_passes(make_trainer, capsys) -> None:
-    for loss, said in (({}, 0), ({"entropy_coef": 0.01}, 1)):
+    for loss, said in (({}, 0), ({"observation_coef": 0.01}, 1)):
         trainer = make_trainer(steps=2, loss=loss)
         await trainer.run()
         told = " ".join(capsys.readouterr().out.split())
-        assert told.count("the LM head computes its logits twice in an update, as entropy must read") == said
+        assert told.count("the LM head computes its logits twice in an update, as observations must read") == said
         assert len(lines_of(trainer.config.run_dir)) == 2
 
 

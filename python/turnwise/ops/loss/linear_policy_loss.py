@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from turnwise.ops.common.dispatch import forced_backend, native_core, select_backend
-from turnwise.ops.common.layout import Streams, check_each, transform_reason
+from turnwise.ops.common.layout import Streams, check_each, is_number, transform_reason
 from turnwise.ops.logprob.checks import (
     as_autocast,
     check_head,
@@ -21,7 +22,7 @@ from turnwise.ops.logprob.choice import device_of, head_op
 from turnwise.ops.logprob.linear_chunks import Head
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.loss.arguments import LossOptions, check_call, prepare, warn_ambiguous, with_selected
-from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss, with_logprobs
+from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss, with_bonus, with_logprobs
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import prepared_policy_loss
 from turnwise.ops.loss.reference import Objective
@@ -127,6 +128,7 @@ def linear_policy_loss(
     correction: ImportanceCorrection | None = None,
     rollout_logprobs: Tensor | None = None,
     entropy: bool = False,
+    entropy_coef: float = 0.0,
     aggregation: str = "token-mean",
     normalizer: Tensor | float | None = None,
     actor_ids: Tensor | None = None,
@@ -142,11 +144,12 @@ def linear_policy_loss(
 
     Input is packed: ``cu_seqlens [B+1]``, and all streams ``[N]`` like ``targets`` (``[M]`` with ``positions``).
     ``advantages`` are ``[B]`` or per token. Arguments and errors are those of :func:`linear_logprob` and
-    :func:`policy_loss`; ``entropy=True`` adds the metric. ``backend`` names the backend of the head; the loss takes the
-    best one for the device. A token whose target is ``ignore_index`` counts as masked. Tokens with equal hidden states
-    and targets can share a log-probability: with ``reads [N]`` (int64 or int32 in ``[0, M)``), token ``n`` has that of
-    target ``reads[n]``, and the streams are ``[N]``. ``temperature`` may be one for each target, like ``targets``;
-    reading how many there are makes a GPU wait.
+    :func:`policy_loss`. ``entropy=True`` adds the metric; ``entropy_coef`` times the entropy, aggregated as the loss is,
+    is taken from the loss. ``backend`` names the backend of the head; the loss takes the best one for the device. A
+    token whose target is ``ignore_index`` counts as masked. Tokens with equal hidden states and targets can share a
+    log-probability: with ``reads [N]`` (int64 or int32 in ``[0, M)``), token ``n`` has that of target ``reads[n]``, and
+    the streams are ``[N]``. ``temperature`` may be one for each target, like ``targets``; reading how many there are
+    makes a GPU wait.
 
     The forward computes the gradients chunk by chunk, within ``max_memory`` bytes of logits (as in
     :func:`linear_logprob`); the backward scales and returns them. For PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO a
@@ -169,6 +172,8 @@ def linear_policy_loss(
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """
     check_entropy(entropy)
+    if not is_number(entropy_coef) or not math.isfinite(entropy_coef):
+        raise ValueError(f"entropy_coef={entropy_coef!r}: expected a finite number")
     head: dict[str, Any] = {
         "temperature": temperature, "softcap": softcap, "ignore_index": ignore_index, "bias": bias,
         "positions": positions, "max_memory": max_memory, "check": check, "backend": backend,
@@ -178,7 +183,7 @@ def linear_policy_loss(
         selected,
     )  # fmt: skip
     options = LossOptions(clip, variant, kl, correction, aggregation, normalizer, num_actors, max_length)
-    rest = reads, grad_into, entropy
+    rest = reads, grad_into, entropy, float(entropy_coef)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):
         return _compute(hidden, weight, targets, head, streams, options, *rest)
@@ -209,6 +214,7 @@ def _compute(
     reads: Tensor | None,
     grad_into: Tensor | None,
     entropy: bool,
+    entropy_coef: float,
 ) -> HeadLoss:
     """Choose one pass or two. ``head`` holds the other arguments of :func:`linear_logprob`."""
     # Validate
@@ -243,9 +249,9 @@ def _compute(
             places = Places(targets, positions, reads, temperatures).sorted()
             at = places.targets, bias, places.positions
             whole = Head(hidden, weight, *at, softmax, served, head["max_memory"])
-            plan, scale = plan_loss(whole, s, objective, places.reads, places.temperatures)
+            plan = plan_loss(whole, s, objective, places.reads, places.temperatures, entropy_coef)
         if plan is not None:
-            return one_pass_loss(plan, scale, leaves, s, entropy, grad_into if weight.requires_grad else None)
+            return one_pass_loss(plan, leaves, s, entropy, grad_into if weight.requires_grad else None)
 
     # Two passes
     skips = served is not None and s.mask is not None and reads is None and native_core(hidden)[0] == "cpu"
@@ -254,21 +260,23 @@ def _compute(
         targets = targets.masked_fill(s.mask == 0, head["ignore_index"])
     if grad_into is not None and wanted and weight.requires_grad:
         weight = _AddInto.apply(weight, grad_into)
-    logprob, entropies = _read(hidden, weight, targets, temperatures, entropy, head)
+    logprob, entropies = _read(hidden, weight, targets, temperatures, entropy or entropy_coef != 0, head)
     if reads is not None:
         logprob, entropies = logprob[reads], None if entropies is None else entropies[reads]
     exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
-    result = prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), objective, backend=exact)
+    metric = entropies.detach() if entropy and entropies is not None else None
+    result = prepared_policy_loss(s._replace(logprobs=logprob, entropy=metric), objective, backend=exact)
+    result = with_bonus(result, entropies, s, objective, entropy_coef)
     return with_logprobs(result, logprob, s.mask)
 
 
 def _read(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, entropy: bool, head: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probabilities, and entropies without a gradient, temperature by temperature."""
+    """Compute log-probabilities, and entropies if asked, temperature by temperature."""
     if temperatures is None:
         made: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
-        return (made[0], made[1].detach()) if entropy else (made, None)
+        return (made[0], made[1]) if entropy else (made, None)
     where = [torch.nonzero(temperatures == value)[:, 0] for value in temperatures.unique()]
     parts, positions = [], head["positions"]
     for index in where:

@@ -114,11 +114,8 @@ class Plan(NamedTuple):
     chunks: list[Chunk]
     reads: Tensor | None  # the row of logits of each token; None: its own
     keep: Tensor | None  # the tokens among those of the caller; None: all
-
-    @property
-    def tokens(self) -> int:
-        """The number of the caller's tokens that train."""
-        return self.weights.shape[0]
+    entropy_coef: float = 0.0
+    scale: Tensor | None = None  # of `weights`, and of the gradients
 
 
 def make_plan(
@@ -203,6 +200,17 @@ def _gradient(plan: Plan, logprob: Tensor, chunk: Chunk) -> Tensor:
     return torch.zeros_like(leaf).index_put_((chunk.row,), each, accumulate=True)  # adds in a fixed order
 
 
+def _entropy_gradient(plan: Plan, entropy: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The entropies ``[m]`` of a chunk's rows of logits, and the gradient of the loss with respect to them."""
+    if not plan.entropy_coef:
+        return None, None
+    each, mask = -plan.entropy_coef * plan.weights[chunk.tokens], plan.streams.mask
+    each = each if mask is None else each.masked_fill(mask[chunk.tokens] == 0, 0.0)
+    if chunk.row is None:
+        return entropy, each
+    return entropy, torch.zeros_like(entropy).index_put_((chunk.row,), each, accumulate=True)
+
+
 def fused(plan: Plan, gradients: Gradients, entropy: bool) -> tuple[Tensor, Tensor | None]:
     """Fill ``gradients``, and return ``logprob`` and ``entropy`` of the rows of logits. Holds one chunk's at a time."""
     head = plan.head
@@ -215,7 +223,8 @@ def fused(plan: Plan, gradients: Gradients, entropy: bool) -> tuple[Tensor, Tens
         if chunk.temperature is not None:
             tile = tile._replace(scale=1.0 / chunk.temperature)
         logprob, lse, entropies_m = head.finish(head.kernels.scan(tile, entropy), chunk.logits, entropy)
-        d = head.gradient(tile, Upstream(lse, _gradient(plan, logprob, chunk), None, None))
+        slopes = _gradient(plan, logprob, chunk), *_entropy_gradient(plan, entropies_m, chunk)
+        d = head.gradient(tile, Upstream(lse, *slopes))
         gradients.add(chunk.logits, rows, d)
         logprobs.append(logprob)
         entropies.append(entropies_m)
@@ -317,24 +326,41 @@ def plan_loss(
     objective: Objective,
     reads: Tensor | None = None,
     temperatures: Tensor | None = None,
-) -> tuple[Plan | None, Tensor | None]:
-    """Plan one pass, with the power of two by which float16 gradients are scaled until the backward."""
+    entropy_coef: float = 0.0,
+) -> Plan | None:
+    """Plan one pass as :func:`make_plan` does. Float16 gradients are scaled by a power of two until the backward."""
     # A weight and an advantage per token. Both are known before any logit is computed.
     rows = RowLayout(s.old_logprobs, s.cu_seqlens)
-    lengths = rows.sum((torch.ones_like(s.old_logprobs) if s.mask is None else s.mask != 0).double())
-    weights, scale = rows.spread(objective.row_weights(s, lengths).float()), None
+    weights, scale = token_weights(s, objective, rows), None
     if head.hidden.dtype is torch.float16:  # brings the largest weight near 1
         scale = torch.ones((), device=weights.device)
         if weights.numel():
             scale = torch.ldexp(torch.ones_like(weights[0]), -torch.frexp(weights.max()).exponent)
         weights = weights * scale
     s = s._replace(advantages=rows.spread(s.advantages))
-    return make_plan(head, s, weights, objective, reads, temperatures), scale
+    plan = make_plan(head, s, weights, objective, reads, temperatures)
+    return None if plan is None else plan._replace(entropy_coef=entropy_coef, scale=scale)
+
+
+def token_weights(s: Streams, objective: Objective, rows: RowLayout | None = None) -> Tensor:
+    """The weight ``[N]`` float32 of each token's loss, of masked tokens too."""
+    rows = RowLayout(s.old_logprobs, s.cu_seqlens) if rows is None else rows
+    lengths = rows.sum((torch.ones_like(s.old_logprobs) if s.mask is None else s.mask != 0).double())
+    return rows.spread(objective.row_weights(s, lengths).float())
+
+
+def with_bonus(result: PolicyLoss, entropy: Tensor | None, s: Streams, objective: Objective, coef: float) -> PolicyLoss:
+    """Take ``coef`` times the entropies ``[N]`` from the loss, aggregated as it is."""
+    if not coef or entropy is None:
+        return result
+    weights = token_weights(s, objective).to(entropy.dtype)
+    weights = weights if s.mask is None else weights.masked_fill(s.mask == 0, 0.0)
+    kept = torch.where(weights == 0, 0.0, entropy)  # a masked token's may be NaN
+    return result._replace(loss=result.loss - coef * (weights * kept).sum())
 
 
 def one_pass_loss(
     plan: Plan,
-    scale: Tensor | None,
     leaves: tuple[Tensor, Tensor, Tensor | None],
     s: Streams,
     entropy: bool,
@@ -344,10 +370,12 @@ def one_pass_loss(
 
     @torch.no_grad()
     def compute() -> tuple[Gradients, Tensor, Tensor | None]:
-        return _compute(plan, leaves, s.old_logprobs.shape[0], entropy, into)
+        return _compute(plan, leaves, s.old_logprobs.shape[0], entropy or plan.entropy_coef != 0, into)
 
     gradients, logprob, entropies = compute()
     with torch.no_grad():
-        result: PolicyLoss = prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), plan.objective)
-    attached = _AttachGradients.apply(result.loss, [gradients], lambda: compute()[0], scale, *leaves)
+        made = s._replace(logprobs=logprob, entropy=entropies if entropy else None)
+        result: PolicyLoss = prepared_policy_loss(made, plan.objective)
+        result = with_bonus(result, entropies, s, plan.objective, plan.entropy_coef)
+    attached = _AttachGradients.apply(result.loss, [gradients], lambda: compute()[0], plan.scale, *leaves)
     return with_logprobs(result._replace(loss=attached), logprob, s.mask)

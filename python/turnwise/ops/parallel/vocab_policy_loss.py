@@ -95,9 +95,9 @@ def vocab_parallel_linear_policy_loss(
         with torch.autocast(states.device.type, enabled=False):
             with torch.no_grad():
                 whole = head_of(states, weight, shifted, bias, positions, shard)
-                plan, scale = plan_loss(whole, s, objective)
+                plan = plan_loss(whole, s, objective)
             if plan is not None:
-                return one_pass_loss(plan, scale, leaves, s, entropy)
+                return one_pass_loss(plan, leaves, s, entropy)
     logprob, entropies = LinearLogprob.apply(*sharded)
     s = s._replace(logprobs=logprob, entropy=entropies.detach() if entropy else None)
     return with_logprobs(prepared_policy_loss(s, objective), logprob, s.mask)

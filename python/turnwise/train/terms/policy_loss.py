@@ -127,11 +127,16 @@ class PolicyLossTerm(Term):
 
     def compute(self, read: Read, part: Part, arguments: Mapping[str, Any]) -> PolicyLoss:
         """Return loss, gradient and metrics: those that the pass made, or made here from its log-probs."""
-        out = read.loss
-        if out is None:
-            entropy = None if read.entropies_N is None else read.entropies_N.detach()
-            out = policy_loss(read.logprobs_N, **{**self.head_arguments(part, arguments), "entropy": entropy})
-        return with_moments(PolicyLoss(*out[:3]), part.micro, part.old_logprobs_N, self.correction, len(self.actors))
+        if read.loss is not None:
+            out = PolicyLoss(*read.loss[:3])
+        else:
+            options, entropies_N = self.head_arguments(part, arguments), read.entropies_N
+            coef = options.pop("entropy_coef", 0.0)
+            options["entropy"] = None if entropies_N is None else entropies_N.detach()
+            out = policy_loss(read.logprobs_N, **options)
+            if coef:
+                out = out._replace(loss=out.loss - coef * part.aggregate(entropies_N))
+        return with_moments(out, part.micro, part.old_logprobs_N, self.correction, len(self.actors))
 
     def token_weights(self, part: Part) -> Tensor:
         """Return the weight ``[N]`` float32 with which each token's loss enters the loss; 0 for masked tokens."""

@@ -151,8 +151,8 @@ class Term:
         return None
 
     def arguments(self, read: Read, part: Part) -> dict[str, Any]:
-        """Return its arguments of :func:`turnwise.ops.policy_loss`. ``read`` has the reference's log-probs; the others
-        are there only for a term that needs them."""
+        """Return its arguments of :func:`turnwise.ops.linear_policy_loss`, such as ``kl``. ``read`` has the reference's
+        log-probs; the others are there only for a term that needs them."""
         return {}
 
     def loss(self, read: Read, part: Part) -> Added | None:
