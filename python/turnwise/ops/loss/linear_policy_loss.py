@@ -144,8 +144,8 @@ def linear_policy_loss(
 
     Input is packed: ``cu_seqlens [B+1]``, and all streams ``[N]`` like ``targets`` (``[M]`` with ``positions``).
     ``advantages`` are ``[B]`` or per token. Arguments and errors are those of :func:`linear_logprob` and
-    :func:`policy_loss`. ``entropy=True`` adds the metric; ``entropy_coef`` times the entropy, aggregated as the loss is,
-    is taken from the loss. ``backend`` names the backend of the head; the loss takes the best one for the device. A
+    :func:`policy_loss`. ``entropy=True`` adds the metric; ``entropy_coef`` times the entropy, aggregated as the loss
+    is, is taken from the loss. ``backend`` names the backend of the head; the loss takes the best one for the device. A
     token whose target is ``ignore_index`` counts as masked. Tokens with equal hidden states and targets can share a
     log-probability: with ``reads [N]`` (int64 or int32 in ``[0, M)``), token ``n`` has that of target ``reads[n]``, and
     the streams are ``[N]``. ``temperature`` may be one for each target, like ``targets``; reading how many there are

@@ -24,6 +24,7 @@ class EntropyBonus(Term):
     """Takes ``coefficient * entropy`` from the loss, aggregated as it is. The policy loss computes it."""
 
     name = "entropy"
+    after = ("policy_loss",)
     needs = Needs(logprobs=False, entropy=True)
     coef: float | None = None
     """The adaptive coefficient, once it has changed."""
