@@ -28,7 +28,7 @@ from turnwise.ops import linear_logprob, linear_policy_loss, policy_loss
 
 TEMPERATURE, SEQUENCES = 0.9, 8
 SIZES = {"cpu": (2048, 512), "cuda": (8192, 4096)}  # tokens, hidden size
-VOCABULARIES = (32768, 151936)
+VOCABULARIES = {"cpu": (32768, 49152, 151936), "cuda": (32768, 151936)}
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float32")}  # in the order of their use there
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15}  # of log-probabilities; peers on bf16 differ by that much
 
@@ -253,9 +253,10 @@ def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = arguments(__doc__, vocabulary=VOCABULARIES, dtype=sorted(TOLERANCE))
+    options = arguments(__doc__, vocabulary=VOCABULARIES["cpu"], dtype=sorted(TOLERANCE))
     size, dtypes = SIZES[options.device], DTYPES[options.device]
-    cases = [Case(*size, v, d) for v in VOCABULARIES for d in dtypes if v in options.vocabulary and d in options.dtype]
+    vocabularies = [v for v in VOCABULARIES[options.device] if v in options.vocabulary]
+    cases = [Case(*size, v, d) for v in vocabularies for d in dtypes if d in options.dtype]
     for case in [QUICK] if options.quick else cases:
         # On a CPU a round of all methods takes from seconds to a minute.
         most = 10 if options.device == "cuda" else 3

@@ -116,7 +116,6 @@ struct Targets {
     const void* ids;  // i64 or i32
     bool wide;        // i64
     int64_t stride;   // in elements
-    int64_t first;    // the tile's first column in the vocabulary
     int64_t ignore;   // see LogitTile
 
     __device__ __forceinline__ int64_t id(int64_t row) const {
@@ -126,7 +125,7 @@ struct Targets {
     __device__ __forceinline__ bool ignored(int64_t id) const { return ignore != kIgnoreNone && id == ignore; }
 };
 
-// One block per row: adds the tile to the row's state.
+// One block per row: writes the row's state.
 template <class T, bool weighted, bool has_cap>
 __global__ void __launch_bounds__(kThreads) scan_kernel(const T* logits, Columns c, Targets targets, double* state) {
     const int64_t row = blockIdx.x, rows = gridDim.x, id = targets.id(row);
@@ -152,19 +151,13 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(const T* logits, Columns
         const float x = logit_at<has_cap>(mine, c, i);
         add_logits<weighted, 1>(running, &x);
     }
-    // Thread 0 joins the block's sums to the state, and stores the target's x if this tile has it.
-    Seen seen = block_seen(running, shared<double>(), weighted);
+    // Thread 0 stores the block's sums, and the target's x if the tile has it.
+    const Seen seen = block_seen(running, shared<double>(), weighted);
     if (threadIdx.x != 0) return;
-    if (targets.first > 0) seen = together({state[row], state[rows + row], state[2 * rows + row]}, seen);
     state[row] = seen.max;
     state[rows + row] = seen.sum;
     state[2 * rows + row] = seen.weighted;
-    const int64_t target = id - targets.first;
-    if (target >= 0 && target < c.width) {
-        state[3 * rows + row] = logit_at<has_cap>(mine, c, target);
-    } else if (targets.first == 0) {
-        state[3 * rows + row] = double(NAN);
-    }
+    state[3 * rows + row] = id >= 0 && id < c.width ? double(logit_at<has_cap>(mine, c, id)) : double(NAN);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -195,14 +188,17 @@ __device__ __forceinline__ void store_word(T* to, const float* values) {
     __stcg(reinterpret_cast<uint4*>(to), bits);  // into the L2, because a matrix product reads it next
 }
 
-// Writes d(x, column) of a row's scaled logits x to `to`.
+// Writes d(x, column) of a row's scaled logits x to `to`, which may be the row itself. Narrow values then fill its
+// first half, over logits of steps before and of this one, so all of a step are read before any is written.
 template <bool has_cap, class T, class Out, class Value>
 __device__ __forceinline__ void write_columns(const T* mine, const Columns& c, Out* to, const Value& d) {
     constexpr int G = kWord<Out>;
+    constexpr bool narrows = sizeof(Out) < sizeof(T);
     const int64_t whole = covered<kStep>(c), end = covered<G>(c);
     for (int64_t i = 0; i < whole; i += kThreads * kStep) {
         float x[kStep];
         load_step<has_cap, G, kStep>(mine, c, i, x);
+        if (narrows) __syncthreads();
 #pragma unroll
         for (int k = 0; k < kStep; ++k) x[k] = d(x[k], column_of<G>(i, k));
 #pragma unroll
@@ -211,12 +207,16 @@ __device__ __forceinline__ void write_columns(const T* mine, const Columns& c, O
     for (int64_t i = whole; i < end; i += kThreads * G) {
         float x[G];
         load_step<has_cap, G, G>(mine, c, i, x);
+        if (narrows) __syncthreads();
 #pragma unroll
         for (int k = 0; k < G; ++k) x[k] = d(x[k], column_of<G>(i, k));
         store_word(to + column_of<G>(i, 0), x);
     }
-    for (int64_t i = end + threadIdx.x; i < c.width; i += kThreads) {
-        to[i] = from_float<Out>(d(logit_at<has_cap>(mine, c, i), i));
+    for (int64_t begin = end; begin < c.width; begin += kThreads) {
+        const int64_t i = begin + threadIdx.x;
+        const float x = i < c.width ? logit_at<has_cap>(mine, c, i) : 0.0f;
+        if (narrows) __syncthreads();
+        if (i < c.width) to[i] = from_float<Out>(d(x, i));
     }
 }
 
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = blockIdx.x;
     const T* mine = logits + row * c.row_stride;
     Out* to = out + row * out_stride;
-    const int64_t id = targets.id(row), target = id - targets.first;
+    const int64_t id = targets.id(row);
     const RowGradient g =
         row_gradient(up.lse[row * up.lse_stride], up.entropy ? up.entropy[row * up.entropy_stride] : 0,
                      up.grad_logprob[row * up.logprob_stride],
@@ -237,39 +237,10 @@ __global__ void __launch_bounds__(kThreads)
         return;
     }
     const auto d = [&](float x, int64_t column) {
-        const float gradient = logit_gradient<ScalarMath>(x, g) + (column == target ? g.target : 0.0f);
+        const float gradient = logit_gradient<ScalarMath>(x, g) + (column == id ? g.target : 0.0f);
         return has_cap ? gradient * cap_slope<ScalarMath>(x, c.cap) : gradient;
     };
     write_columns<has_cap>(mine, c, to, d);
-}
-
-// One block per row: writes the weights of the row's logits in this tile, see logprob_weights.
-template <class Out, bool has_cap>
-__global__ void __launch_bounds__(kThreads)
-    weights_kernel(const float* logits, Columns c, Targets targets, const double* state, float* reference, float* sums,
-                   int64_t sums_width, int64_t sums_stride, Out* out, int64_t out_stride) {
-    const int64_t row = blockIdx.x;
-    const float* mine = logits + row * c.row_stride;
-    Out* to = out + row * out_stride;
-    const int64_t id = targets.id(row), target = id - targets.first;
-    const bool first = targets.first == 0;
-    const float before = reference[row], kept = moved_reference(before, state[row], kReferenceLag, first);
-    __syncthreads();  // all threads have read the reference
-    if (threadIdx.x == 0) reference[row] = kept;
-    if (targets.ignored(id)) {
-        for (int64_t i = threadIdx.x; i < c.width; i += kThreads) to[i] = from_float<Out>(0.0f);
-        return;
-    }
-    if (!first && kept > before) {
-        const float factor = expf(before - kept);
-        float* sum = sums + row * sums_stride;
-        for (int64_t i = threadIdx.x; i < sums_width; i += kThreads) sum[i] *= factor;
-    }
-    const RowGradient g = row_weights(kept, c.scale);
-    write_columns<has_cap>(mine, c, to, [&](float x, int64_t column) {
-        const float weight = column == target ? 0.0f : logit_gradient<ScalarMath>(x, g);
-        return has_cap ? weight * cap_slope<ScalarMath>(x, c.cap) : weight;
-    });
 }
 
 // ---- Host ----------------------------------------------------------------------------------------------------------
@@ -293,7 +264,7 @@ Columns columns_of(const LogitTile& tile, bool aligned) {
 
 Targets targets_of(const LogitTile& tile) {
     const View& ids = tile.targets;
-    return {ids.data, ids.dtype == DType::i64, ids.stride[0], tile.first, tile.ignore};
+    return {ids.data, ids.dtype == DType::i64, ids.stride[0], tile.ignore};
 }
 
 // Calls body(T{}) with the type T of the logits.
@@ -317,16 +288,6 @@ void run_grad(const LogitTile& tile, const Upstream& up, const View& out, Stream
     const auto kernel = tile.cap > 0 ? grad_kernel<T, Out, true> : grad_kernel<T, Out, false>;
     launch(kernel, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const T>(), columns_of(tile, aligned),
            targets_of(tile), up, out.as<Out>(), out.stride[0]);
-}
-
-template <class Out>
-void run_weights(const LogitTile& tile, const View& state, const View& reference, const View& sums, const View& out,
-                 Stream stream) {
-    const bool aligned = rows_aligned(tile.logits, sizeof(float)) && rows_aligned(out, sizeof(Out));
-    const auto kernel = tile.cap > 0 ? weights_kernel<Out, true> : weights_kernel<Out, false>;
-    launch(kernel, tile.logits.shape[0], kThreads, 0, stream, tile.logits.as<const float>(), columns_of(tile, aligned),
-           targets_of(tile), state.as<const double>(), reference.as<float>(), sums.as<float>(), sums.shape[1],
-           sums.stride[0], out.as<Out>(), out.stride[0]);
 }
 
 }  // namespace
@@ -390,24 +351,6 @@ void logprob_grad(const LogitTile& tile, const LogprobGradient& gradient, const 
         if (out.dtype == DType::bf16) return run_grad<float, BFloat16>(tile, up, out, stream);
         return run_grad<float, Half>(tile, up, out, stream);
     });
-}
-
-void logprob_weights(const LogitTile& tile, const View& state, const View& reference, const View& sums, const View& out,
-                     Stream stream) {
-    const int64_t rows = tile.logits.shape[0];
-    check_tile(tile);
-    require_dtype("logits", tile.logits, {DType::f32});
-    check_logprob_state(state, rows);
-    check_logprob_sums(reference, sums, rows);
-    require_one_device(tile.logits, {&state, &reference, &sums, &out});
-    require_shape_of("out", out, "logits", tile.logits);
-    require(has_contiguous_rows(out), "out: expected contiguous rows");
-    require_float_stream("out", out);
-    if (rows == 0) return;
-    const DeviceGuard guard(tile.logits.device);
-    if (out.dtype == DType::f32) return run_weights<float>(tile, state, reference, sums, out, stream);
-    if (out.dtype == DType::bf16) return run_weights<BFloat16>(tile, state, reference, sums, out, stream);
-    run_weights<Half>(tile, state, reference, sums, out, stream);
 }
 
 }  // namespace turnwise::cuda

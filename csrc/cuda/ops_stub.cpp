@@ -22,9 +22,6 @@ void logprob_finish(const View&, const View&, const View&, const View&, Stream) 
 void logprob_grad(const LogitTile&, const LogprobGradient&, const View&, Stream) {
     reject_without_cuda();
 }
-void logprob_weights(const LogitTile&, const View&, const View&, const View&, const View&, Stream) {
-    reject_without_cuda();
-}
 int64_t grouped_policy_loss_workspace(int64_t, int64_t, int, int64_t, bool, int) {
     reject_without_cuda();
 }

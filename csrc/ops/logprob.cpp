@@ -49,9 +49,9 @@ class Tile {
 
     bool ignored(int64_t row) const { return tile_.ignore != kIgnoreNone && id(row) == tile_.ignore; }
 
-    // The column of a row's target within this tile; -1 if it is in another tile.
+    // The column of a row's target; -1 if the tile does not have it.
     int64_t target(int64_t row) const {
-        const int64_t column = id(row) - tile_.first;
+        const int64_t column = id(row);
         return column >= 0 && column < width_ ? column : -1;
     }
 
@@ -157,31 +157,22 @@ void check_logprob_gradient(const LogprobGradient& gradient, int64_t rows) {
     check_row_floats("grad_entropy", gradient.grad_entropy, rows);
 }
 
-void check_logprob_sums(const View& reference, const View& sums, int64_t rows) {
-    check_row_floats("reference", reference, rows);
-    require(is_contiguous_1d(reference), "reference: expected a contiguous tensor");
-    if (sums.dims != 2 || sums.shape[0] != rows) reject_shape("sums", sums, "[N, H]");
-    require_dtype("sums", sums, {DType::f32});
-    require(has_contiguous_rows(sums), "sums: expected contiguous rows");
-}
-
 void logprob_scan(const LogitTile& given, const View& state_view, bool weighted, int threads) {
     const Tile tile(given);
     const State state(state_view, tile.rows());
     const LogprobKernels& kernel = logprob_kernels();
     tile.each_row(threads, [&](int64_t row) {
-        Seen seen = given.first == 0 ? nothing_seen() : state.seen(row);
-        if (given.first == 0) state.picked(row) = std::numeric_limits<double>::quiet_NaN();
         if (tile.ignored(row)) {  // one token of probability 1, the target
             state.keep(row, {0, 1, 0});
             state.picked(row) = 0;
             return;
         }
+        Seen seen = nothing_seen();
         tile.each_segment(
             row, [&](const LogitSegment& segment, int64_t) { seen = together(seen, kernel.scan(segment, weighted)); });
         state.keep(row, seen);
         const int64_t target = tile.target(row);
-        if (target >= 0) state.picked(row) = tile.value(row, target);
+        state.picked(row) = target >= 0 ? tile.value(row, target) : std::numeric_limits<double>::quiet_NaN();
     });
 }
 
@@ -225,34 +216,6 @@ void logprob_grad(const LogitTile& given, const LogprobGradient& gradient, const
             row, [&](const LogitSegment& segment, int64_t begin) { kernel.grad(segment, g, out, start + begin); });
         if (target < 0) return;
         Tile::write(out, start + target, (g.target + logit_gradient<ScalarMath>(x, g)) * tile.slope(x));
-    });
-}
-
-void logprob_weights(const LogitTile& given, const View& state_view, const View& reference, const View& sums,
-                     const View& out, int threads) {
-    const Tile tile(given);
-    const State state(state_view, tile.rows());
-    check_logprob_sums(reference, sums, tile.rows());
-    require_shape_of("out", out, "logits", given.logits);
-    require_dtype("out", out, {given.logits.dtype});
-    require(has_contiguous_rows(out), "out: expected contiguous rows");
-    const LogprobKernels& kernel = logprob_kernels();
-    tile.each_row(threads, [&](int64_t row) {
-        const int64_t start = row * out.stride[0], target = tile.target(row);
-        float& kept = reference.as<float>()[row];
-        const float before = kept;
-        const bool first = given.first == 0;
-        kept = moved_reference(before, state.seen(row).max, kReferenceLag, first);
-        if (tile.ignored(row)) return tile.clear(out, start);
-        if (!first && kept > before) {
-            const float factor = std::exp(before - kept);
-            float* sum = sums.as<float>() + row * sums.stride[0];
-            for (int64_t i = 0; i < sums.shape[1]; ++i) sum[i] *= factor;
-        }
-        const RowGradient g = row_weights(kept, given.scale);
-        tile.each_segment(
-            row, [&](const LogitSegment& segment, int64_t begin) { kernel.grad(segment, g, out, start + begin); });
-        if (target >= 0) Tile::write(out, start + target, 0.0f);
     });
 }
 

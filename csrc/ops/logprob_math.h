@@ -110,17 +110,6 @@ TW_HD bool is_zero(const RowGradient& g) {
     return g.flat == 0 && g.slope == 0 && g.target == 0;
 }
 
-// The reference of a row's weights once its largest x is `top`, see logprob_weights. `first`: there was none before.
-TW_HD float moved_reference(float before, double top, float lag, bool first) {
-    constexpr float kLowest = -1e30f;  // of a row of -infinity so far; finite, as no weight may be NaN
-    if (first) return top > kLowest ? float(top) : kLowest;
-    return top > double(before) + lag ? float(top) : before;
-}
-// Every token but the target gets scale exp(x - reference).
-TW_HD RowGradient row_weights(float reference, float scale) {
-    return {reference, scale, 0, 0};
-}
-
 template <class Math>
 TW_HD typename Math::F logit_gradient(typename Math::F x, const RowGradient& row) {
     const Weight<Math> p = softmax_weight<Math>(x - Math::set(row.lse));

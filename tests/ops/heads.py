@@ -9,34 +9,36 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import linear_logprob, logprob
-from turnwise.ops.logprob import choice, linear_frozen, linear_native
-from turnwise.ops.logprob.choice import Tiles
+from turnwise.ops.logprob import linear_chunks
+from turnwise.ops.logprob.choice import Chunks
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 IGNORE = -100
-TILES = {2: Tiles(24, 256, 48, 96), 4: Tiles(24, 256, 24, 96)}
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 24 tokens and tiles of 256 columns; on a GPU groups and spans of 48 and 96 tokens."""
-    for name, size in (("_CPU_ROWS", 24), ("_CPU_FORWARD", 1), ("_CPU_BACKWARD", 1)):
-        monkeypatch.setattr(choice, name, size)
-    monkeypatch.setattr(linear_native, "choose", lambda sizes, *_: TILES[sizes.size])
-    monkeypatch.setattr(linear_frozen, "choose_frozen", lambda *_: Tiles(24, 256, 24, 48))
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 24 tokens."""
+    chunks_of(24, monkeypatch)
+
+
+def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> None:
+    """Let chunks have so many tokens; ``most`` fit the memory."""
+    for name in ("choose", "choose_on_cpu"):
+        monkeypatch.setattr(linear_chunks, name, lambda *_: Chunks(tokens, most))
 
 
 @pytest.fixture
 def logits_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of logits of each product of hidden states and weights that the test makes."""
     made: list[int] = []
-    plain = linear_native.Products.logits
+    plain = linear_chunks.Products.logits
 
-    def counted(self: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def counted(self: Any, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         made.append(len(hidden) * len(weight))
-        return plain(self, hidden, weight)
+        return plain(self, hidden, weight, out)
 
-    monkeypatch.setattr(linear_native.Products, "logits", counted)
+    monkeypatch.setattr(linear_chunks.Products, "logits", counted)
     return made
 
 

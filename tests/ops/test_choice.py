@@ -1,203 +1,315 @@
-"""How the LM head cuts its work on a GPU: worked examples, the memory, and what an emulated run really holds."""
+"""How the LM head cuts its work: worked examples, and the products, bytes and memory of calls that are really made."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from turnwise.ops import linear_logprob
+from turnwise import ops
+from turnwise.ops import linear_policy_loss
 from turnwise.ops.common import dispatch
-from turnwise.ops.logprob import choice, linear_native
-from turnwise.ops.logprob.choice import (
-    MEMORY,
-    Chunks,
-    Device,
-    Sizes,
-    Tiles,
-    choose,
-    choose_chunks,
-    choose_frozen,
-    one_pass,
+from turnwise.ops.logprob import choice, linear_chunks, linear_frozen, tiles
+from turnwise.ops.logprob.choice import ROWS, Chunks, Device, Sizes, choose, choose_on_cpu, default_memory
+from turnwise.ops.loss import one_pass
+
+A100, H100, H200, B200, SMALL = (
+    Device(108, 40 << 30, (8, 0)),
+    Device(),
+    Device(132, 141 << 30),
+    Device(148, 180 << 30, (10, 0)),
+    Device(34, 8 << 30, (8, 9)),
 )
-
-A100, H100, B200 = Device(108, 40 << 20, (8, 0)), Device(), Device(148, 126 << 20, (10, 0))
-SIZES = [
-    Sizes(*sizes)
-    for sizes in itertools.product(
-        (1, 130, 2048, 8192, 65_536), (896, 4096, 8192), (32_000, 151_936, 256_000), (2, 4), (False, True)
-    )
-]
-
-
-def test_a_tile_of_an_h100_by_hand() -> None:
-    """132 multiprocessors make 128 x 256 logits each. Two rounds are 8 x 33 of them, or 1,024 x 8,448 logits: 34.6 MB
-    of an L2 of 52.4 MB."""
-    assert choose(Sizes(8192, 4096, 151_936, 2), H100, backward=False) == Tiles(1024, 8448, 1024, 8192)
-
-
-def test_the_weight_gradient_of_an_h100_by_hand() -> None:
-    """8,192 tokens take one span if float32 sums (134 MB at H = 4,096), narrow gradients and a tile of logits fit."""
-    tiles = choose(Sizes(8192, 4096, 151_936, 2), H100, backward=True)
-    assert tiles.group == tiles.span
-    sums, held, tile = 4 * 4096 * tiles.span, 2 * tiles.columns * tiles.group, 4 * tiles.rows * tiles.columns
-    assert tiles.backward_memory(Sizes(8192, 4096, 151_936, 2)) == sums + held + tile <= MEMORY
-    assert choose(Sizes(8192, 896, 151_936, 2), H100, backward=True).span == 8192
-
-
-@pytest.mark.parametrize("device", [A100, H100, B200], ids=["A100", "H100", "B200"])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_choice_fits_in_the_memory(device, sizes) -> None:
-    for backward in (False, True):
-        tiles = choose(sizes, device, backward)
-        assert tiles.rows % choice.ROWS == tiles.columns % choice.COLUMNS == tiles.group % tiles.rows == 0
-        assert tiles.span % tiles.group == 0 or tiles.span >= sizes.tokens
-        assert 4 * tiles.rows * tiles.columns <= device.l2
-        if backward:
-            assert tiles.backward_memory(sizes) <= MEMORY
-        else:
-            assert tiles.forward_memory(sizes) <= MEMORY
-    frozen = choose_frozen(sizes, device)
-    assert frozen[:2] == choose(sizes, device, backward=False)[:2]  # so log-probabilities have the same bits
-    assert frozen.slope_memory(sizes) <= MEMORY
-    assert frozen.span % frozen.rows == 0 or frozen.span >= sizes.tokens
-    chunks = choose_chunks(sizes, device)
-    assert chunks.rows % choice.ROWS == chunks.columns % choice.COLUMNS == 0
-    for weight, triton in itertools.product((False, True), repeat=2):
-        if one_pass(sizes, chunks, device, weight, triton):
-            assert chunks.memory(sizes, weight) <= MEMORY
-
-
-@pytest.mark.parametrize(
-    ("sizes", "weight", "expected"),
-    [
-        (Sizes(8192, 4096, 32_000, 2), True, True),
-        (Sizes(8192, 4096, 151_936, 2), True, False),  # 384 tokens for each time through the weight's gradient
-        (Sizes(8192, 4096, 151_936, 2), False, True),
-        (Sizes(65_536, 4096, 32_000, 2), True, False),  # 43 chunks: a sum in float32, as large as two weights
-        (Sizes(65_536, 4096, 32_000, 2), False, True),
-        (Sizes(8192, 896, 32_000, 2), True, False),
-        (Sizes(8192, 4096, 151_936, 4), True, True),
-        (Sizes(8192, 4096, 1_000_000, 4), True, False),  # 128 tokens have more logits than fit
-    ],
-    ids=str,
-)
-def test_one_pass_or_two(sizes, weight, expected) -> None:
-    assert one_pass(sizes, choose_chunks(sizes, H100), H100, weight, triton=sizes.size == 4) is expected
-
-
-def test_chunks_by_hand() -> None:
-    """256 MiB less a tile's narrow gradients, over 4 bytes of 151,936 logits and of 4,096 sums, are 402 tokens."""
-    chunks = choose_chunks(Sizes(8192, 4096, 151_936, 2), H100)
-    assert chunks == Chunks(384, 22_528)
-    assert 3 * 22_528 // 256 == 2 * 132
+GIB = 1 << 30
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run holds
+# Chunks
 # ---------------------------------------------------------------------------------------------------------------------
-class Held(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside and still live."""
+def test_a_chunk_of_an_h100_by_hand() -> None:
+    """1 GiB holds 1,766 tokens of 4 x 151,936 bytes. 132 multiprocessors make 128 x 256 of the hidden gradient each:
+    13 x 16 of them are two waves, and so are the 12 x 16 of the last chunk. With chunks of 1,024 tokens eight waves
+    would be enough, but the weight's gradient would be read and written eight times instead of five."""
+    assert choose(Sizes(8192, 4096, 151_936, 2), H100, None) == Chunks(1664, 1766)
+    assert choose(Sizes(2048, 4096, 151_936, 2), H100, None) == Chunks(1024, 1766)
+    assert choose(Sizes(8192, 4096, 32_000, 2), H100, None) == Chunks(8192, 8388)  # one chunk
+
+
+def test_a_chunk_of_a_cpu_by_hand() -> None:
+    """256 MiB hold 2,048 tokens of 4 x 32,768 bytes; a sixteenth of 2,048 tokens is less than the least, 256."""
+    assert choose_on_cpu(Sizes(2048, 512, 32_768, 4), None) == Chunks(256, 2048)
+    assert choose_on_cpu(Sizes(16_384, 512, 32_768, 4), None) == Chunks(1024, 2048)
+    assert choose_on_cpu(Sizes(16_384, 512, 32_768, 2), 1 << 20) == Chunks(16, 16)
+    assert choose_on_cpu(Sizes(16_384, 512, 32_768, 2), 1) == Chunks(1, 1)
+
+
+def test_the_logits_that_are_kept_by_hand() -> None:
+    """All, if they fit; else whole chunks beside the one that is at work: 2,048 of 2,049 tokens leave 1,792."""
+    chunks = Chunks(256, 2048)
+    assert [chunks.keep(tokens) for tokens in (0, 1, 2048, 2049)] == [0, 1, 2048, 1792]
+    assert Chunks(1664, 1766).keep(8192) == 0
+
+
+def test_the_default_memory_by_hand() -> None:
+    assert [default_memory(device) >> 20 for device in (None, SMALL, A100, H200)] == [256, 256, 640, 1024]
+
+
+@pytest.mark.parametrize("device", [A100, H100, H200, B200, SMALL], ids=lambda d: str(d.memory >> 30))
+@pytest.mark.parametrize("memory", [None, 1 << 24, GIB])
+def test_every_chunk_fits_in_the_memory(device: Device, memory: int | None) -> None:
+    vocabularies, copied = (32_000, 151_936, 256_000), (False, True)
+    for sizes in itertools.product((1, 130, 2048, 8192, 65_536), (896, 4096, 8192), vocabularies, (2, 4), copied):
+        call = Sizes(*sizes)
+        rows, most = choose(call, device, memory)
+        assert most * call.row_memory(4) <= (memory or default_memory(device))
+        assert rows <= most and (rows % ROWS == 0 or rows == most)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products and bytes
+# ---------------------------------------------------------------------------------------------------------------------
+class Made(NamedTuple):
+    """One product: its kind, its operations, and the bytes that it reads and writes."""
+
+    kind: str
+    operations: int
+    bytes: int
+
+
+def count_products(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
+    """Record each call of the three products."""
+    made: list[Made] = []
+
+    def size(*tensors: Tensor) -> int:
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def wrap(kind: str, measure: Callable[..., tuple[int, int]]) -> None:
+        plain = getattr(linear_chunks.Products, kind)
+
+        def counted(self: Any, *tensors: Any, **options: Any) -> Any:
+            out = plain(self, *tensors, **options)
+            made.append(Made(kind, *measure(out, *tensors, **options)))
+            return out
+
+        monkeypatch.setattr(linear_chunks.Products, kind, counted)
+
+    def of_logits(out: Tensor, hidden: Tensor, weight: Tensor, _: Tensor | None) -> tuple[int, int]:
+        return 2 * hidden.numel() * len(weight), size(hidden, weight, out)
+
+    def of_hidden(_: None, out: Tensor, d: Tensor, weight: Tensor) -> tuple[int, int]:
+        return 2 * d.numel() * weight.shape[1], size(out, d, weight)
+
+    def of_weight(_: None, out: Tensor, d: Tensor, hidden: Tensor, add: bool = False) -> tuple[int, int]:
+        return 2 * d.numel() * hidden.shape[1], size(out, d, hidden) + add * size(out)
+
+    wrap("logits", of_logits)
+    wrap("hidden_gradient", of_hidden)
+    wrap("weight_gradient", of_weight)
+    return made
+
+
+MATMULS = {"aten::mm", "aten::addmm", "aten::addmm_", "mkldnn::_linear_pointwise"}
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts the operations of all matrix products inside, and the bytes of the tensors that are made and live."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.operations = self.now = self.most = 0
         self.seen: set[int] = set()
         self.given: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        self.given |= {x.untyped_storage().data_ptr() for x in inputs} - self.seen
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.seen | self.given:
-                storage = tensor.untyped_storage()
-                self.seen.add(storage.data_ptr())
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._freed, storage.data_ptr(), storage.nbytes())
+        kwargs = kwargs or {}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.given |= {id(x.untyped_storage()) for x in inputs} - self.seen
+        out = func(*args, **kwargs)
+        name = func._schema.name
+        if name in MATMULS:
+            left = args[1] if "addmm" in name else args[0]
+            self.operations += 2 * left.numel() * out.shape[1]
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self.seen or any(storage._cdata == x.untyped_storage()._cdata for x in inputs):
+                continue
+            self.seen.add(key)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._freed, key, storage.nbytes())
         return out
 
-    def _freed(self, address: int, size: int) -> None:
+    def _freed(self, key: int, size: int) -> None:
         self.now -= size
-        self.seen.discard(address)
+        self.seen.discard(key)
 
 
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products make nothing but their results, as cuBLAS's do; emulated ones widen narrow inputs first."""
-    products = linear_native.Products
+class Shape(NamedTuple):
+    """A shape of the README: tokens, hidden size, vocabulary, dtype."""
 
-    def logits(_: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(hidden.shape[0], weight.shape[0])
-        with _disable_current_modes():
-            return torch.mm(hidden.float(), weight.t().float(), out=out)
+    tokens: int
+    width: int
+    vocabulary: int
+    dtype: torch.dtype
 
-    def add(_: Any, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        with _disable_current_modes():
-            total.addmm_(left.float(), right.float())
+    @property
+    def product(self) -> int:
+        """Operations of one product."""
+        return 2 * self.tokens * self.width * self.vocabulary
 
-    monkeypatch.setattr(products, "logits", logits)
-    monkeypatch.setattr(products, "add_hidden", add)
+
+def leaves_of(shape: Shape, frozen: bool) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, width, vocabulary, dtype = shape
+    hidden = torch.zeros(tokens, width, dtype=dtype).requires_grad_()
+    weight = torch.zeros(vocabulary, width, dtype=dtype).requires_grad_(not frozen)
+    return hidden, weight, torch.zeros(tokens, dtype=torch.long)
+
+
+def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    tokens = len(targets)
+    streams = torch.zeros(tokens), torch.ones(8)
+    cu_seqlens = torch.arange(0, tokens + 1, tokens // 8)
+    linear_policy_loss(hidden, weight, targets, *streams, cu_seqlens=cu_seqlens).loss.backward()
+
+
+def logprob_of(hidden: Tensor, weight: Tensor, targets: Tensor, keeps: bool = False) -> None:
+    """The forward and the backward that torch's dispatcher hides in an op of its own."""
+    tensors = hidden.detach(), weight.detach(), targets, None, None
+    options = 1.0, None, None
+    if not weight.requires_grad:
+        _, lse, _, slope = linear_frozen.forward(*tensors, *options, False, None)
+        linear_frozen.backward(torch.ones_like(lse), slope, hidden, None)
+        return
+    _, lse, _, kept = linear_chunks.forward(*tensors, *options, False, None, keeps, "native")
+    upstream = torch.ones_like(lse), None, *tensors, lse, None
+    linear_chunks.backward(*upstream, *options, None, True, True, False, "native", kept)
+
+
+kept_of = functools.partial(logprob_of, keeps=True)
+CPU_SHAPES = [Shape(2048, 512, v, d) for v in (32_768, 49_152) for d in (torch.float32, torch.bfloat16)]
+PRODUCTS = [(loss_of, False, 3), (loss_of, True, 2), (logprob_of, False, 4), (logprob_of, True, 2), (kept_of, False, 3)]
 
 
 @pytest.mark.slow
+@pytest.mark.representative
+@pytest.mark.parametrize(("call", "frozen", "products"), PRODUCTS)
+@pytest.mark.parametrize("shape", CPU_SHAPES, ids=str)
+def test_the_products_of_a_call_on_a_cpu(monkeypatch, shape: Shape, call: Any, frozen: bool, products: int) -> None:
+    """Half of the tokens in half of the chunks. In addition to the gradients they hold less than a tenth of what eager
+    holds of all tokens: logits, their float32 log-softmax, and the gradients of both."""
+    part = shape._replace(tokens=1024)
+    made, leaves = count_products(monkeypatch), leaves_of(part, frozen)
+    with Matmuls() as counted:
+        call(*leaves)
+    assert counted.operations == sum(one.operations for one in made) == products * part.product
+    assert {one.kind for one in made} == {"logits", "hidden_gradient", *(() if frozen else ("weight_gradient",))}
+    size = shape.dtype.itemsize
+    gradients = size * shape.width * (part.tokens + (not frozen) * shape.vocabulary)
+    eager = 2 * (4 + size * (size < 4)) * shape.tokens * shape.vocabulary
+    assert counted.most - gradients < (choice.CPU_MEMORY if call is kept_of else eager / 10)
+
+
+GPU = Shape(8192, 4096, 151_936, torch.bfloat16)
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the plan of a GPU. On fake tensors products have shapes and no values; the kernels between them only have
+    results."""
+
+    def results(states: Tensor, entropy: bool) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(n) for n in (states.shape[2], states.shape[2], 0))
+
+    monkeypatch.setattr(dispatch, "emulator", SimpleNamespace())
+    monkeypatch.setattr(linear_chunks, "device_of", lambda _: H200)
+    monkeypatch.setattr(tiles, "scan", lambda tile, entropy: torch.empty(1, 4, len(tile.logits), dtype=torch.float64))
+    monkeypatch.setattr(tiles, "finish", results)
+    monkeypatch.setattr(tiles, "grad", lambda *_: None)
+    monkeypatch.setattr(one_pass, "_gradient", lambda plan, logprob, chunk: torch.empty_like(logprob))
+
+
+def loss_on_a_gpu(head: linear_chunks.Head, gradients: linear_chunks.Gradients) -> None:
+    chunks = one_pass.cut_anywhere(head.tokens, head.size().rows)
+    streams: Any = None
+    one_pass.fused(one_pass.Plan(head, streams, head.targets, streams, chunks, None, None), gradients, False)
+
+
+def logprob_on_a_gpu(head: linear_chunks.Head, gradients: linear_chunks.Gradients) -> None:
+    linear_chunks.scan_chunks(head, False)
+    ones = torch.ones(head.tokens)
+    linear_chunks.fill(head, gradients, tiles.Upstream(ones, ones, None, None))
+
+
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_an_emulated_run_holds_what_the_choice_counts(emulator, monkeypatch, dtype, gathered) -> None:
-    monkeypatch.setattr(dispatch, "emulator", emulator)
-    as_on_a_gpu(monkeypatch)
-    tiles = Tiles(16, 256, 32, 64) if dtype is torch.bfloat16 else Tiles(16, 256, 16, 64)
-    monkeypatch.setattr(linear_native, "choose", lambda *_: tiles)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(150, 512, generator=generator).to(dtype)
-    weight = (0.1 * torch.randn(600, 512, generator=generator)).to(dtype)
-    targets = torch.randint(600, (150,), generator=generator)
-    positions = torch.arange(150) if gathered else None
-    sizes = Sizes(150, 512, 600, dtype.itemsize, gathered)
-    head = linear_native.Head(hidden, weight, targets, None, positions, linear_native.Softmax())
-    assert head.sizes == sizes
-    with Held() as held:
-        linear_native.scan_blocks(head, False)
-    # A few states and views beside what is counted.
-    assert 0.8 * tiles.forward_memory(sizes) < held.most < 1.1 * tiles.forward_memory(sizes) + 10_000
+@pytest.mark.parametrize(
+    ("call", "frozen", "products"), [(loss_on_a_gpu, False, 3), (loss_on_a_gpu, True, 2), (logprob_on_a_gpu, False, 4)]
+)
+def test_the_products_and_bytes_of_a_call_on_a_gpu(monkeypatch, dtype, call: Any, frozen: bool, products: int) -> None:
+    """Five chunks at the README's shape. Each reads the weight once for its logits and once for the hidden gradient.
+    Each adds to the weight's gradient, but the first only writes it. A logit is written in float32; each product behind
+    it reads its gradient once, in the weight's dtype."""
+    tokens, width, vocabulary, _ = shape = GPU._replace(dtype=dtype)
+    size, chunks = dtype.itemsize, 5
+    made = count_products(monkeypatch)
+    with FakeTensorMode(), Matmuls() as counted:
+        hidden, weight, targets = leaves_of(shape, frozen)
+        head = linear_chunks.Head(hidden.detach(), weight.detach(), targets, None, None, tiles.Softmax())
+        call(head, linear_chunks.Gradients(head, True, not frozen, False))
+    assert counted.operations == sum(one.operations for one in made) == products * shape.product
+    logits, states, weights = tokens * vocabulary, size * tokens * width, size * vocabulary * width
+    passes = 2 if call is logprob_on_a_gpu else 1
+    want = {
+        "logits": passes * (4 * logits + states + chunks * weights),
+        "hidden_gradient": size * logits + states + chunks * weights,
+        "weight_gradient": size * logits + states + (2 * chunks - 1) * weights,
+    }
+    if frozen:
+        del want["weight_gradient"]
+    found = {kind: sum(one.bytes for one in made if one.kind == kind) for kind in want}
+    assert found == want and {one.kind for one in made} == want.keys()
+    assert len(made) == chunks * products
+    largest = max(one.operations for one in made) // (2 * width)  # logits of a chunk
+    assert 4 * largest <= GIB
 
-    upstream = linear_native.Upstream(torch.full((150,), 6.4), torch.ones(150), None, None)
-    gradients = linear_native.Gradients(head, True, True, True)
-    with Held() as held:
-        linear_native.fill(head, gradients, upstream)
-    counted = tiles.backward_memory(sizes)
-    assert 0.8 * counted < held.most < 1.1 * counted + 10_000
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("span", [16, 48])
-def test_few_spans_are_summed_in_the_weights_dtype_and_many_in_float32(monkeypatch, emulator, span) -> None:
-    """Spans of 16 or 48 of 96 tokens lose a little with each sum in bfloat16; beyond ``FEW`` nothing more is lost. A
-    span of one group adds its product to the gradient; one of three sums them in float32 first."""
-    monkeypatch.setattr(dispatch, "emulator", emulator)
-    monkeypatch.setattr(linear_native, "choose", lambda *_: Tiles(16, 256, 16, span))
+@pytest.mark.parametrize("into", [False, True])
+def test_few_chunks_are_summed_in_the_weights_dtype_and_many_in_float32(monkeypatch, into: bool) -> None:
+    """Chunks of 16 tokens lose a little with each sum in bfloat16; beyond ``FEW`` nothing more is lost, nor is it in a
+    gradient that is handed in."""
+    monkeypatch.setattr(linear_chunks, "choose_on_cpu", lambda *_: Chunks(16, 1000))
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(96, 24, generator=generator).bfloat16()
     weight = (0.4 * torch.randn(300, 24, generator=generator)).bfloat16()
     targets = torch.randint(300, (96,), generator=generator)
+    streams = torch.zeros(96), torch.ones(1), torch.tensor([0, 96])
 
-    def gradient(few: int) -> torch.Tensor:
-        monkeypatch.setattr(linear_native, "FEW", few)
-        leaf = weight.clone().requires_grad_()
-        linear_logprob(hidden, leaf, targets, backend="native").sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad.double()
+    def gradient(few: int, dtype: torch.dtype = torch.bfloat16, into: bool = False) -> Tensor:
+        monkeypatch.setattr(linear_chunks, "FEW", few)
+        leaf, total = weight.to(dtype, copy=True).requires_grad_(), torch.ones(weight.shape)
+        out = linear_policy_loss(
+            hidden.to(dtype), leaf, targets, streams[0].to(dtype), streams[1], cu_seqlens=streams[2],
+            variant=ops.Reinforce(), grad_into=total if into else None,
+        )  # fmt: skip
+        out.loss.backward()
+        assert (leaf.grad is None) == into
+        return (total - 1 if into else leaf.grad).double()
 
-    leaf = weight.double().requires_grad_()
-    linear_logprob(hidden.double(), leaf, targets, backend="torch").sum().backward()
-    assert leaf.grad is not None
-    narrow, wide = ((gradient(few) - leaf.grad).norm() / leaf.grad.norm() for few in (6, 1))
+    exact = gradient(6, torch.float64)
+    narrow, wide = ((gradient(*each) - exact).norm() / exact.norm() for each in ((6,), (1, torch.bfloat16, into)))
     assert wide < narrow < 1e-2
 
 
@@ -262,14 +374,14 @@ def test_a_torch_that_adds_no_narrow_products_is_remembered(monkeypatch, message
         calls.append("addmm")
         raise RuntimeError(message)
 
-    monkeypatch.setattr(linear_native, "_adds_wide", True)
+    monkeypatch.setattr(linear_chunks, "_adds_wide", True)
     monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.to(out_dtype) @ right.to(out_dtype))
     total, left, right = torch.ones(2, 2), torch.eye(2).bfloat16(), torch.eye(2).bfloat16()
     if message == "no memory":
         with pytest.raises(RuntimeError, match="no memory"):
-            linear_native._add_product(total, left, right)
+            linear_chunks._add_product(total, left, right)
         return
     for _ in range(2):
-        linear_native._add_product(total, left, right)
+        linear_chunks._add_product(total, left, right)
     assert calls == ["addmm"] and total.tolist() == [[3, 1], [1, 3]]

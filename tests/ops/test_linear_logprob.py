@@ -1,9 +1,8 @@
-"""The LM head by tiles against all logits at once in float64: trained or frozen, and what it does not compute."""
+"""The LM head by chunks against all logits at once in float64: trained or frozen, and what it does not compute."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor
 
 from turnwise.ops import linear_logprob
-from turnwise.ops.common import dispatch as backends
-from turnwise.ops.logprob import choice, linear_native
+from turnwise.ops.logprob import choice, linear_chunks
 
 from .conftest import TARGETS
-from .heads import IGNORE, TOLERANCE, assert_close, logits_made, make, run, small_tiles
+from .heads import IGNORE, TOLERANCE, assert_close, chunks_of, logits_made, make, run, small_chunks
 
-__all__ = ["logits_made", "small_tiles"]  # fixtures
-pytestmark = pytest.mark.usefixtures("small_tiles")
+__all__ = ["logits_made", "small_chunks"]  # fixtures
+pytestmark = pytest.mark.usefixtures("small_chunks")
 FROZEN = ("weight", "bias")
 CPU = TARGETS["native"]
 
@@ -28,7 +26,7 @@ CPU = TARGETS["native"]
 def ignored_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU drops ignored tokens before the products; a GPU leaves them to its kernels."""
     if request.param == "in the kernel":
-        monkeypatch.setattr(linear_native.Head, "trained", lambda self, mask=None: (self, None))
+        monkeypatch.setattr(linear_chunks.Head, "trained", lambda self, mask=None: (self, None))
 
 
 def compare(target: Any, given: dict[str, Tensor], tolerance: float, **options: Any) -> dict[str, Tensor]:
@@ -42,7 +40,7 @@ def compare(target: Any, given: dict[str, Tensor], tolerance: float, **options: 
 # ---------------------------------------------------------------------------------------------------------------------
 # Against float64
 # ---------------------------------------------------------------------------------------------------------------------
-# 1 and 31, 33: less than a vector, and a tail; 256: one whole tile; 257: a tile of one column; 1025: several.
+# 1 and 31, 33: less than a vector, and a tail; 24: one whole chunk; 25: a chunk of one token; 1025: several segments.
 HOW = [*itertools.product([(), FROZEN], [{}, {"ignore_index": IGNORE}, {"softcap": 5.0, "ignore_index": IGNORE}])]
 SIZES = [(0, 9), (1, 1), (1, 31), (33, 33), (24, 256), (25, 257), (49, 1025)]
 
@@ -81,8 +79,8 @@ def test_all_ignored(target, ignored_rows, positions) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_maximum_that_grows_from_tile_to_tile(target, dtype) -> None:
-    """Sums of earlier tiles shrink when a later one has logits that are larger by 20 to 60."""
+def test_a_maximum_that_grows_along_the_row(target, dtype) -> None:
+    """Sums shrink when later logits are larger by 20 to 60."""
     given = make(3, 60, 700, dtype=dtype)
     bias = 20.0 * (torch.arange(700) // 256)
     for given["bias"] in (bias, bias.flip(0)):
@@ -97,7 +95,7 @@ def test_logits_far_from_zero(target) -> None:
 
 
 def test_a_banned_token_has_no_probability(target) -> None:
-    """Every second one, and all of a first tile."""
+    """Every second one, and the first 300."""
     given = make(5, 9, 520)
     given["bias"][::2] = -torch.inf
     given["targets"] |= 1
@@ -144,22 +142,42 @@ def test_a_likely_target_keeps_its_digits(kernel) -> None:
 # What is computed
 # ---------------------------------------------------------------------------------------------------------------------
 def test_the_logits_of_a_frozen_weight_are_made_once(monkeypatch, logits_made) -> None:
-    """Those of a trained one three times: forward, backward, and the product that the backward is."""
+    """Those of a trained one twice, but for those that the memory holds: two chunks of 24 tokens beside the present."""
     given = make(7, 60, 700)
-    run(given, CPU, linear=True)
-    assert sum(logits_made) == 2 * 60 * 700
+    for most, twice in ((24, 60), (72, 0), (59, 36)):
+        chunks_of(24, monkeypatch, most)
+        logits_made.clear()
+        run(given, CPU, linear=True)
+        assert sum(logits_made) == (60 + twice) * 700
     logits_made.clear()
-    monkeypatch.delattr(linear_native.Products, "weight_gradient")
+    monkeypatch.delattr(linear_chunks.Products, "weight_gradient")
     run(given, CPU, linear=True, frozen=FROZEN, entropy=False)
     assert sum(logits_made) == 60 * 700
 
 
-def test_the_memory_of_the_logits_is_never_held(monkeypatch, request) -> None:
-    """The largest tensor that a forward or backward makes is a tile, or a gradient."""
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("most", [24, 59, 60])
+def test_kept_logits_give_the_same_gradients(target, monkeypatch, dtype, most) -> None:
+    """In a second backward too, when the first has overwritten them. Ignored tokens are not kept."""
+    chunks_of(24, monkeypatch, most)
+    given = make(8, 60, 333, dtype=dtype, ignored=0.2)
+    compare(target, given, TOLERANCE[dtype], temperature=0.7, ignore_index=IGNORE)
+    leaves = [target.on(given[name]).clone().requires_grad_() for name in ("hidden", "weight")]
+    out = linear_logprob(*leaves, target.on(given["targets"]), ignore_index=IGNORE, backend=target.backend)
+    first, second = (torch.autograd.grad(out.sum(), leaves, retain_graph=True) for _ in range(2))  # type: ignore[union-attr]
+    for mine, theirs in zip(first, second, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_memory_of_all_logits_is_never_held(monkeypatch, request) -> None:
     monkeypatch.undo()
     made = request.getfixturevalue("logits_made")
-    run(make(10, 4000, 3000, width=8), CPU, linear=True)
-    assert max(made) <= 1 << 21 < 4000 * 3000
+    given = make(10, 4000, 3000, width=8)
+    run(given, CPU, linear=True)
+    assert max(made) == 256 * 3000
+    made.clear()
+    run(given, CPU, linear=True, max_memory=1 << 20)
+    assert 4 * max(made) == 4 * 87 * 3000 <= 1 << 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -181,37 +199,9 @@ def test_the_gradient_of_an_entropy_behind_a_frozen_weight(target) -> None:
         compare(target, given | zeros, 5e-6, frozen=FROZEN)
 
 
-@pytest.mark.parametrize(("dtype", "products"), [(torch.bfloat16, 3), (torch.float32, 6)], ids=str)
-def test_a_gpu_takes_narrow_gradients_of_several_blocks_into_the_weight_at_once(
-    emulator, monkeypatch, dtype, products
-) -> None:
-    """Six blocks of 24 tokens, in groups of two that end with a span of 96 and with the tokens. Each product reads and
-    writes the sums of the weight's gradient."""
-    monkeypatch.setattr(backends, "emulator", emulator)
-    given = make(20, 130, 200, dtype=dtype)
-    positions = torch.randint(130, (130,), generator=torch.Generator().manual_seed(0))
-    taken, plain = [], linear_native.Products.weight_gradient
-    monkeypatch.setattr(
-        linear_native.Products,
-        "weight_gradient",
-        lambda self, out, d, *rest, **named: taken.append(len(d)) or plain(self, out, d, *rest, **named),
-    )
-    compare(CPU, given, TOLERANCE[dtype], positions=positions)
-    assert len(taken) == products and sum(taken) == 130
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Choices for a frozen weight
 # ---------------------------------------------------------------------------------------------------------------------
-def test_two_ops_are_faster_where_the_weight_is_frozen() -> None:
-    module = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
-    hidden, weight = torch.zeros(4, 8, requires_grad=True), torch.zeros(9, 8)
-    assert not module._is_faster(hidden, weight, None, 4, False, None)
-    assert module._is_faster(hidden, weight.clone().requires_grad_(), None, 4, False, None)
-    assert module._is_faster(hidden, weight, torch.zeros(9, requires_grad=True), 4, False, None)
-    assert module._is_faster(hidden.half(), weight.half(), None, 4, False, None)  # its softmax weights would underflow
-
-
 @pytest.mark.parametrize(("capability", "frozen"), [((8, 0), False), ((9, 0), False), ((10, 0), True)])
 def test_tf32_must_be_far_ahead_for_a_frozen_weight(monkeypatch: pytest.MonkeyPatch, capability, frozen) -> None:
     """Triton makes three products in TF32 where cuBLAS makes two in float32."""

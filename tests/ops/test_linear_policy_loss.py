@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,15 +9,12 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
-from turnwise.ops.common import dispatch as backends
-from turnwise.ops.logprob import linear_native
-from turnwise.ops.logprob.choice import Chunks
+from turnwise.ops.logprob import linear_chunks
 
-from .conftest import SIMULATED, TARGETS
-from .heads import IGNORE, logits_made, small_tiles
+from .conftest import TARGETS
+from .heads import IGNORE, chunks_of, logits_made
 
-__all__ = ["logits_made", "small_tiles"]  # fixtures
-CHUNKS = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of that name
+__all__ = ["logits_made"]  # a fixture
 LENGTHS = [7, 0, 1, 30, 12]
 TOKENS, VOCABULARY = sum(LENGTHS), 300
 CORRECTION = ops.ImportanceCorrection("token", 1.5)
@@ -27,16 +23,9 @@ CPU = TARGETS["native"]
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 8 tokens, so that rows are cut, and two products for each."""
-    chunks_of(8, monkeypatch)
-    monkeypatch.setattr(CHUNKS, "_COLUMNS", 200)
-    monkeypatch.setattr(CHUNKS, "one_pass", lambda *_: True)  # on a GPU; so small a head takes two
-
-
-def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CHUNKS, "_LEAST", {2: tokens, 4: tokens})
-    monkeypatch.setattr(CHUNKS, "choose_chunks", lambda *_: Chunks(tokens, 256))
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 8 tokens, so that rows are cut; the memory holds the longest."""
+    chunks_of(8, monkeypatch, most=30)
 
 
 def make(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
@@ -85,13 +74,17 @@ def run(
     backend = "torch" if target is None else target.backend
     if target is None or two:
         head = {k: given.pop(k) for k in HEAD if k in given}
-        with_entropy = given.pop("entropy", False)
+        with_entropy, coef = given.pop("entropy", False), given.pop("entropy_coef", 0.0)
         out = ops.linear_logprob(**leaves, **head, entropy=with_entropy, backend=backend)
         logprob, entropy = out if with_entropy else (out, None)
         chosen = None if two else "torch"
         result = ops.policy_loss(
             logprob, **given, entropy=None if entropy is None else entropy.detach(), backend=chosen
         )
+        if coef:
+            layout = {k: given.get(k) for k in ("mask", "cu_seqlens", "actor_ids", "num_actors", "max_length")}
+            bonus = ops.aggregate(entropy, **layout, aggregation=given.get("aggregation", "token-mean"))
+            result = result._replace(loss=result.loss - coef * bonus)
     else:
         result = ops.linear_policy_loss(**leaves, **given, backend=backend)
     (result.loss * 2).backward()
@@ -124,12 +117,12 @@ VARIANTS = [ops.Clip(), ops.CISPO(), ops.GPG(), ops.Reinforce(), ops.SAPO(), ops
 )
 def test_equals_the_two_ops(target, monkeypatch, aggregation, frozen) -> None:
     """What is frozen costs no product."""
-    given = make(1, **FULL, aggregation=aggregation, entropy=True)
+    given = make(1, **FULL, aggregation=aggregation, entropy=True, entropy_coef=0.3)
     want = run(given, frozen=frozen)
-    if target.backend == "native" and not {"weight", "bias"} <= {*frozen}:  # which two passes serve
-        for name, product in (("weight", "weight_gradient"), ("hidden", "add_hidden")):
+    if target.backend == "native":
+        for name, product in (("weight", "weight_gradient"), ("hidden", "hidden_gradient")):
             if name in frozen:
-                monkeypatch.delattr(linear_native.Products, product)
+                monkeypatch.delattr(linear_chunks.Products, product)
     assert_same(run(given, target, frozen=frozen), want, 5e-6)
 
 
@@ -156,7 +149,7 @@ def test_any_chunks_give_the_same(kernel, monkeypatch, chunks) -> None:
     for seed in range(3):
         given = make(seed, **FULL)
         chunks_of(chunks[0], monkeypatch)
-        monkeypatch.setattr(CHUNKS, "FEW", chunks[1])
+        monkeypatch.setattr(linear_chunks, "FEW", chunks[1])
         assert_same(run(given, kernel), run(given), 5e-6)
 
 
@@ -176,7 +169,7 @@ def test_other_forms_of_the_streams(target) -> None:
 def test_ignored_tokens_are_left_out(target, monkeypatch, rows, variant, masked) -> None:
     """Their hidden states hold NaN. A CPU drops them before the products; a GPU leaves them to its kernels."""
     if rows == "in the kernel":
-        monkeypatch.setattr(linear_native.Head, "trained", lambda self, mask=None: (self, None))
+        monkeypatch.setattr(linear_chunks.Head, "trained", lambda self, mask=None: (self, None))
     given = make(7, variant=variant, softcap=5.0, bias=None)
     if not masked:
         given["mask"] = torch.ones(TOKENS, dtype=torch.bool)
@@ -189,6 +182,46 @@ def test_ignored_tokens_are_left_out(target, monkeypatch, rows, variant, masked)
     assert got[0].metrics["tokens"] == (given["mask"] & ~ignored).sum()
 
 
+@pytest.mark.parametrize("variant", [None, ops.GSPO()], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_temperatures_and_shared_log_probabilities(target, variant, shared) -> None:
+    """Three temperatures; and tokens that read every second target."""
+    given = make(6, variant=variant, entropy=True, entropy_coef=-0.4)
+    options = {k: given.pop(k) for k in ("hidden", "weight", "bias", "targets", "temperature")}
+    heats = torch.tensor([0.5, 1.0, 0.7])[torch.arange(TOKENS) % 3]
+    reads = torch.arange(TOKENS) // 2 * 2 if shared else torch.arange(TOKENS)
+
+    def head(where: Any, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], Tensor]:
+        leaves = {k: where(options[k]).to(dtype).clone().requires_grad_() for k in ("hidden", "weight", "bias")}
+        return leaves, where(options["targets"])
+
+    leaves, targets = head(target.on)
+    how = {"reads": target.on(reads)} if shared else {}
+    out = ops.linear_policy_loss(
+        **leaves, targets=targets, temperature=target.on(heats), **how, **target.on(given), backend=target.backend
+    )
+    out.loss.backward()
+    exact, targets = head(lambda x: x, torch.float64)
+    logs = torch.log_softmax((exact["hidden"] @ exact["weight"].T + exact["bias"]) / heats[:, None].double(), -1)
+    logprobs, entropy = logs.gather(1, targets[:, None])[reads, 0], -(logs.exp() * logs).sum(1)[reads]
+    streams = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    coef = streams.pop("entropy_coef")
+    want = ops.policy_loss(logprobs, **streams | {"entropy": entropy.detach()})
+    mask = given["mask"].double()
+    want = want._replace(loss=want.loss - coef * (entropy * mask).sum() / mask.sum())
+    want.loss.backward()
+    torch.testing.assert_close(out.loss.cpu().double(), want.loss, rtol=5e-6, atol=5e-6)
+    mean, exact_mean = (metrics["entropy"].cpu().double() for metrics in (out.metrics, want.metrics))
+    torch.testing.assert_close(mean, exact_mean, rtol=2e-5, atol=0)
+    kept = given["mask"]
+    torch.testing.assert_close(out.logprobs.cpu().double()[kept], logprobs.detach()[kept], rtol=2e-5, atol=2e-5)
+    assert (out.logprobs.cpu()[~kept] == 0).all()
+    for name, leaf in leaves.items():
+        grad = exact[name].grad
+        close = {"rtol": 5e-6, "atol": 5e-6 * grad.abs().max().item()}
+        torch.testing.assert_close(leaf.grad.cpu().double(), grad, **close, msg=lambda m, n=name: f"{n}: {m}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is computed
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,28 +230,6 @@ def test_the_logits_of_the_trained_tokens_are_made_once(logits_made, frozen) -> 
     given = make(7)
     run(given, CPU, frozen=frozen)
     assert sum(logits_made) == int(given["mask"].sum()) * VOCABULARY
-
-
-def test_a_gpu_makes_the_logits_twice_where_that_is_faster(emulator, monkeypatch) -> None:
-    """The choice is asked on a GPU alone, with the call's sizes and whether the weight is trained."""
-    monkeypatch.setattr(backends, "emulator", emulator)
-    products, made, asked = linear_native.Products, [], []
-    original = products.logits
-    monkeypatch.setattr(products, "logits", lambda self, *pair: made.append(len(pair[0])) or original(self, *pair))
-    given = make(9, **FULL)
-    want = run(given)
-    trained = int(given["mask"].sum())  # emulated, one pass skips the others, as on a CPU; each has two tiles
-    for once, rows in ((True, 2 * trained), (False, 4 * TOKENS)):
-        made.clear()
-        monkeypatch.setattr(CHUNKS, "one_pass", lambda *call, found=once: asked.append(call) or found)
-        assert_same(run(given, SIMULATED["cuda-emulated"]), want, 5e-6)
-        assert sum(made) == rows
-    (sizes, _, _, weight, triton), _ = asked
-    assert (sizes.tokens, sizes.width, sizes.vocabulary, sizes.copied) == (TOKENS, 24, VOCABULARY, False)
-    assert weight is True and triton is False
-    monkeypatch.setattr(backends, "emulator", None)
-    run(given, CPU)
-    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
-from turnwise.ops.logprob import linear_native
+from turnwise.ops.logprob import linear_chunks
 
 from .table import CASES, LOSSES, PLAIN, VOCABULARY, Case, Size, draw
 
@@ -316,7 +316,7 @@ def test_a_selecting_variant_looks_at_its_streams_first(backend) -> None:
 
 def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
     """With autocast or without, and in a graph: the arguments of the loss behind it too."""
-    monkeypatch.delattr(linear_native.Products, "logits")
+    monkeypatch.delattr(linear_chunks.Products, "logits")
     given = draw(CASES["linear_policy_loss"], Size(3, 5))
     given["hidden"].requires_grad_()
     for change, error, message in (
@@ -337,6 +337,26 @@ def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
         ({"softcap": "30"}, ValueError, "softcap='30'"),
         ({"ignore_index": 1.5}, ValueError, r"ignore_index=1\.5: expected a whole number"),
         ({"ignore_index": True}, ValueError, "ignore_index=True"),
+        ({"max_memory": 0}, ValueError, "max_memory=0: expected a number of bytes, at least 1, or None"),
+        ({"max_memory": 1.5}, ValueError, "max_memory=1.5"),
+        ({"entropy_coef": math.nan}, ValueError, "entropy_coef=nan: expected a finite number"),
+        ({"reads": torch.zeros(15)}, TypeError, "reads has dtype torch.float32: expected int64 or int32"),
+        ({"reads": torch.full((15,), 15)}, ValueError, r"reads\[0\]=15: expected an id in \[0, 15\)"),
+        (
+            {"reads": torch.zeros(14).long(), "normalizer": 1.0},
+            ValueError,
+            r"old_logprobs has shape \(15,\): expected \(14,\)",
+        ),
+        (
+            {"grad_into": torch.zeros(150, 12).double()},
+            TypeError,
+            "grad_into has type torch.float64: expected a float32",
+        ),
+        (
+            {"grad_into": torch.zeros(149, 12)},
+            ValueError,
+            r"grad_into has shape \(149, 12\) on cpu: expected",
+        ),
     ):
         for autocast in (False, True):
             if autocast and "dtype" in message:  # which makes it one type
@@ -355,7 +375,7 @@ def test_a_head_computes_nothing_before_it_looks(monkeypatch) -> None:
             ops.logprob(logits, torch.zeros(3).long())
 
 
-HEAD = ("temperature", "softcap", "ignore_index")
+HEAD = ("temperature", "softcap", "ignore_index", "max_memory")
 
 
 def test_advantages_that_could_be_per_token_are_said_to_count_per_sequence() -> None:

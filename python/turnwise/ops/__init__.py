@@ -19,6 +19,7 @@ from turnwise.ops.logprob.logprob import logprob
 from turnwise.ops.loss.aggregation import AGGREGATIONS, aggregate, loss_normalizer
 from turnwise.ops.loss.grouped_policy_loss import GroupedPolicyLoss, grouped_policy_loss
 from turnwise.ops.loss.linear_policy_loss import linear_policy_loss
+from turnwise.ops.loss.one_pass import HeadLoss
 from turnwise.ops.loss.options import (
     CISPO,
     DPPO,
@@ -73,6 +74,7 @@ __all__ = [
     "ClipCov",
     "Custom",
     "GroupedPolicyLoss",
+    "HeadLoss",
     "ImportanceCorrection",
     "KLCov",
     "PolicyLoss",

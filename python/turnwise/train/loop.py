@@ -48,7 +48,7 @@ from turnwise.train.learner.learner import Learner, Weights
 from turnwise.train.learner.local import LocalLearner
 from turnwise.train.log.metrics import ClientMetrics, ClusterMetrics, staleness, summarize
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.loss_terms import keep_their_rows
+from turnwise.train.loss_terms import keep_their_rows, note_passes
 from turnwise.train.model.policy import Policy, limit_heads
 from turnwise.train.resume import resume_run, save_run, save_validation
 from turnwise.train.resume_queue import new_queue
@@ -162,6 +162,7 @@ class Trainer:
         if self.lock.note is not None:
             self.log.note(self.lock.note)
         keep_their_rows(self)
+        note_passes(self)
         saved_arena = resume_run(self)
         written = self.config.model_copy(update={"run_dir": self._run_dir})
         replace_text(self.config.run_dir / CONFIG_FILE, to_toml(written))

@@ -1,4 +1,4 @@
-"""Terms of the loss beside the advantage: rows without an advantage train with them, so no filter drops these rows."""
+"""What a loss's terms mean for a run: rows that train without an advantage, and passes over the head's logits."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def terms_beside_advantage(config: LossConfig, policies: Mapping[str, Policy]) -
             for key in term.beside_advantage(config):
                 found.setdefault(key, {})[name] = term
     return found
+
+
+def note_passes(trainer: TrainerView) -> None:
+    """Note the terms for which the head computes its logits twice."""
+    config, policies = trainer.config.loss, trainer.policies.values()
+    terms = [term for policy in policies if policy.trainable for term in terms_of(policy).all.values()]
+    if names := dict.fromkeys(term.name for term in terms if term.is_on(config) and term.needs.logprobs):
+        trainer.log.note(
+            f"the LM head computes its logits twice in an update, as {' and '.join(names)} must read log-probs before "
+            "the loss is known"
+        )
 
 
 def keep_their_rows(trainer: TrainerView) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,12 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Needs:
-    """Selects what a pass reads of each of the ``N`` tokens. Only the log-probs need no more than the sum of a row.
+    """Selects what a pass reads of each of the ``N`` tokens.
 
     Example: ``Needs(entropy=True) | Needs(hidden=True)`` reads log-probs, entropies and hidden states
     """
 
     logprobs: bool = True
+    """Log-probs with a gradient. Without them a pass can make a ``loss`` in one pass over the head's logits."""
     entropy: bool = False
     squares: bool = False
     """Sums of squares of all tokens' probabilities."""
@@ -30,6 +32,8 @@ class Needs:
     """Number of most likely tokens to read, without a gradient."""
     rows: int | None = None
     """Number of tokens among which the most likely ones are, those of a smaller head."""
+    loss: Mapping[str, Any] | None = None
+    """Arguments of :func:`turnwise.ops.linear_policy_loss` behind the head's own: the loss that the pass computes."""
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -41,16 +45,19 @@ class Needs:
             self.others_Nk if other.others_Nk is None else other.others_Nk,
             max(self.top_k, other.top_k),
             self.rows if other.rows is None else other.rows,
+            self.loss if other.loss is None else other.loss,
         )
 
 
-LOGPROBS, ENTROPIES = Needs(), Needs(entropy=True)
+NOTHING, LOGPROBS, ENTROPIES = Needs(logprobs=False), Needs(), Needs(entropy=True)
 
 
 class Read(NamedTuple):
     """Results of a pass, per token, with gradients; ``None`` for what was not needed.
 
-    ``logprobs_N`` are those of ``log_softmax(logits / temperature)``, float32 (float64 from a float64 model).
+    ``logprobs_N`` are those of ``log_softmax(logits / temperature)``, float32 (float64 from a float64 model). Beside a
+    ``loss`` they have no gradient. ``loss`` is the :class:`~turnwise.ops.HeadLoss` that was needed; ``None`` if the
+    pass could not compute it, and read log-probs instead.
     """
 
     logprobs_N: Any
@@ -61,3 +68,4 @@ class Read(NamedTuple):
     top_ids_Nk: Any = None
     top_Nk: Any = None
     reference_N: Any = None
+    loss: Any = None

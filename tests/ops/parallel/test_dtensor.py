@@ -104,7 +104,7 @@ def logprob_case(case: Case, given: dict[str, Tensor], place: Place, options: di
     if raw and isinstance(inputs[0], DTensor):
         rest = (1.0, None, None, False, False, "native")
         if case.op == "linear_logprob":
-            rest = (leaves["bias"], None, *rest[:4], rest[-1])
+            rest = (leaves["bias"], None, *rest[:4], None, False, rest[-1])
         values = getattr(torch.ops.turnwise, case.op)(*inputs, *rest)[0]
     else:
         values = (logprob if case.op == "logprob" else linear_logprob)(*inputs, **options)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from turnwise import ops
 from turnwise.ops import CISPO, GMPO, GSPO, KL, SAPO, ImportanceCorrection, KLCov
-from turnwise.ops.logprob import choice
-from turnwise.ops.parallel import vocab_logprob
+from turnwise.ops.logprob import linear_chunks
+from turnwise.ops.logprob.choice import Chunks
 
 pytestmark = pytest.mark.slow
 
@@ -269,18 +268,13 @@ def failure(call: Callable[[], Any]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # One of the processes
 # ---------------------------------------------------------------------------------------------------------------------
-def small_tiles(setter: Callable[[Any, str, Any], None]) -> None:
-    """Several blocks of tokens and tiles of 256 columns, also at small sizes."""
-    for name, size in (("_CPU_ROWS", 24), ("_CPU_FORWARD", 1), ("_CPU_BACKWARD", 1)):
-        setter(choice, name, size)
-    setter(vocab_logprob, "_REFERENCE_LOGITS", 1000)
-    chunks = sys.modules["turnwise.ops.loss.linear_policy_loss"]  # the package has a function of this name
-    setter(chunks, "_LEAST", {2: 16, 4: 16})
-    setter(chunks, "_COLUMNS", 64)
+def small_chunks(setter: Callable[[Any, str, Any], None]) -> None:
+    """Several chunks of tokens, also at small sizes."""
+    setter(linear_chunks, "choose_on_cpu", lambda *_: Chunks(16, 1000))
 
 
 def work(rank: int, world: int) -> dict[str, Any]:
-    small_tiles(setattr)
+    small_chunks(setattr)
     found: dict[str, Any] = {
         str(case): RUN[case.op](case, make(getattr(torch, case.dtype)), rank, world) for case in CASES
     }

@@ -29,6 +29,11 @@ def make_softmax(temperature: float, softcap: float | None, ignore_index: int | 
     return Softmax(float(temperature), None if softcap is None else float(softcap), index)
 
 
+def check_max_memory(max_memory: object) -> None:
+    if max_memory is not None and (not isinstance(max_memory, int) or max_memory < 1):
+        raise ValueError(f"max_memory={max_memory!r}: expected a number of bytes, at least 1, or None")
+
+
 def check_ids(name: str, ids: Tensor, device: torch.device) -> None:
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(ids).__name__}")

@@ -1,7 +1,9 @@
-"""Compute log-probabilities of tokens directly from hidden states: LM head and softmax, tile by tile of the logits."""
+"""Compute log-probabilities of tokens directly from hidden states: LM head and softmax, chunk by chunk."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +12,9 @@ from torch import Tensor
 from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend
 from turnwise.ops.common.layout import transform_reason
 from turnwise.ops.logprob import linear_frozen
-from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_max_memory, make_softmax
 from turnwise.ops.logprob.choice import head_op
-from turnwise.ops.logprob.linear_native import backward, forward
+from turnwise.ops.logprob.linear_chunks import backward, forward
 from turnwise.ops.logprob.logprob import reference as logprob_reference
 from turnwise.ops.logprob.tiles import Softmax
 
@@ -48,15 +50,17 @@ _TWICE = "linear_logprob: this backend has no second derivative; use backend='to
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, targets, bias, positions, *softmax, entropy, backend = inputs
-    _, lse, entropies, *slope = output
-    ctx.mark_non_differentiable(lse, *slope)
+    hidden, weight, targets, bias, positions, *softmax, entropy, max_memory, keeps, backend = inputs
+    _, lse, entropies, kept_or_slope = output
+    ctx.mark_non_differentiable(lse, kept_or_slope)
+    # The first backward overwrites kept logits.
+    ctx.logits, slope = ([kept_or_slope], ()) if keeps is not None else ([], (kept_or_slope,))
     # Autograd can't save tensors made in inference mode. They can't change either, so the context keeps them.
     tensors = hidden, weight, targets, bias, positions
     ctx.sampled = [t if t is not None and t.is_inference() else None for t in tensors]
     kept = [None if t is s else t for t, s in zip(tensors, ctx.sampled, strict=True)]
     ctx.save_for_backward(*kept, lse, entropies, *slope)
-    ctx.softmax, ctx.entropy, ctx.backend = softmax, entropy, backend
+    ctx.softmax, ctx.entropy, ctx.max_memory, ctx.backend = softmax, entropy, max_memory, backend
     ctx.set_materialize_grads(False)
 
 
@@ -70,7 +74,9 @@ def _saved(ctx: Any) -> list[Any]:
     return [*(t if s is None else s for t, s in zip(saved[:count], ctx.sampled, strict=True)), *saved[count:]]
 
 
-def _differentiate(ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(
+    ctx: Any, grad_logprob: Tensor | None, _: Any, grad_entropy: Tensor | None, __: Any
+) -> tuple[Any, ...]:
     return _gradients(ctx, _saved(ctx), grad_logprob, grad_entropy)
 
 
@@ -80,18 +86,23 @@ def _gradients(ctx: Any, saved: list[Any], grad_logprob: Tensor | None, grad_ent
     with_entropy = ctx.entropy and grad_entropy is not None
     if grad_logprob is None:
         grad_logprob = torch.zeros_like(lse)
+    # Kept logits are changed in place, which the registered op may not do.
+    logits = ctx.logits.pop() if ctx.logits and not torch.is_grad_enabled() else None
+    in_place = logits is not None and len(logits) > 0
+    registered = torch.ops.turnwise.linear_logprob_backward
+    call: Callable[..., Any] = functools.partial(backward, kept=logits) if in_place else registered
     with torch.autocast(lse.device.type, enabled=False):
-        grads = torch.ops.turnwise.linear_logprob_backward(
+        grads = call(
             grad_logprob,
             grad_entropy if with_entropy else None,
             *(*tensors, lse),
             entropies if with_entropy else None,
-            *(*ctx.softmax, need_hidden, need_weight, need_bias, ctx.backend),
+            *(*ctx.softmax, ctx.max_memory, need_hidden, need_weight, need_bias, ctx.backend),
         )
     hidden_grad, weight_grad, bias_grad = (
         value if needed else None for value, needed in zip(grads, (need_hidden, need_weight, need_bias), strict=True)
     )
-    return hidden_grad, weight_grad, None, bias_grad, *[None] * 6
+    return hidden_grad, weight_grad, None, bias_grad, *[None] * 8
 
 
 def _differentiate_frozen(
@@ -99,9 +110,9 @@ def _differentiate_frozen(
 ) -> tuple[Any, ...]:
     saved = _saved(ctx)
     if grad_logprob is None or grad_entropy is not None:  # the entropy's gradient needs the logits again
-        return _gradients(ctx, saved, grad_logprob, grad_entropy)[:-1]
+        return _gradients(ctx, saved, grad_logprob, grad_entropy)[:-2]
     hidden, positions, slope = saved[0], saved[4], saved[-1]
-    return torch.ops.turnwise.linear_logprob_frozen_backward(grad_logprob, slope, hidden, positions), *[None] * 8
+    return torch.ops.turnwise.linear_logprob_frozen_backward(grad_logprob, slope, hidden, positions), *[None] * 9
 
 
 def _reject(ctx: Any, *_: Any) -> None:
@@ -113,10 +124,12 @@ if extension is not None:
     _backward_op = torch.library.custom_op("turnwise::linear_logprob_backward", backward, mutates_args=())
 
     @_op.register_fake
-    def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = targets.shape[0]
-        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-2] else 0)]
-        return out[0], out[1], out[2]
+    def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens, wide = targets.shape[0], torch.promote_types(hidden.dtype, torch.float32)
+        out = [hidden.new_empty(size, dtype=torch.float32) for size in (tokens, tokens, tokens if rest[-4] else 0)]
+        # A graph keeps no logits.
+        kept = hidden.new_empty((0, weight.shape[0]), dtype=wide if hidden.is_cuda else hidden.dtype)
+        return out[0], out[1], out[2], kept
 
     @_backward_op.register_fake
     def _fake_backward(
@@ -137,14 +150,15 @@ if extension is not None:
 
     @_frozen_op.register_fake
     def _fake_frozen(hidden: Tensor, weight: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        return *_fake(hidden, weight, targets, *rest, "native"), hidden.new_empty(targets.shape[0], hidden.shape[1])
+        made = _fake(hidden, weight, targets, *rest, False, "native")
+        return *made[:3], hidden.new_empty(targets.shape[0], hidden.shape[1])
 
     @_scale_op.register_fake
     def _fake_scale(_: Tensor, __: Tensor, like: Tensor, ___: Tensor | None) -> Tensor:
         return like.new_empty(like.shape)
 
     _frozen_op.register_autograd(
-        _differentiate_frozen, setup_context=lambda ctx, inputs, output: _save(ctx, (*inputs, "native"), output)
+        _differentiate_frozen, setup_context=lambda ctx, inputs, output: _save(ctx, (*inputs, None, "native"), output)
     )
     _scale_op.register_autograd(_reject, setup_context=lambda ctx, inputs, output: None)
     _op.register_autograd(_differentiate, setup_context=_save)
@@ -165,6 +179,7 @@ def linear_logprob(
     bias: Tensor | None = None,
     entropy: bool = False,
     positions: Tensor | None = None,
+    max_memory: int | None = None,
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -178,15 +193,17 @@ def linear_logprob(
     log-probability 0, entropy 0 and no gradient; its hidden row is not read. On a CPU such tokens cost nothing.
 
     Returns ``logprob`` float32, ``[N]`` or ``[M]``; with ``entropy=True`` also the entropy of each distribution.
-    Gradients flow to hidden, weight and bias if they require one. The backward recomputes each tile of logits. Apart
-    from the gradients it holds one tile and float32 sums of hidden rows, all ``[N, H]`` on a CPU. On a GPU everything
-    fits in 256 MiB: the gradient of a narrow weight is summed in float32 over as many tokens as that allows, then in
-    its own dtype over up to 24 such parts. If weight and bias are frozen, as under LoRA, the native backend makes
-    the slope of hidden ``[M, H]`` in the forward. The backward then recomputes nothing, unless the entropy's gradient
-    is requested. Float16 has no such path. Nor has Triton, so there ``1 - p[t]`` of a frozen head has the absolute
-    accuracy of float32.
+    Gradients flow to hidden, weight and bias if they require one. A chunk of tokens has all its logits in memory at
+    once, within ``max_memory`` bytes: by default 256 MiB on a CPU, where most chunks are smaller, and on a GPU a 64th
+    of its memory, between 256 MiB and 1 GiB. A chunk has at least one token. With gradients the forward keeps the
+    logits of as many tokens as that holds, so these take three products with the backward; the backward recomputes the
+    others, in four. A graph of ``torch.compile`` keeps none, nor does Triton. The gradient of a narrow weight is summed
+    in its own dtype over up to 24 chunks, and in float32, which takes as much memory as two such weights, over more. If
+    weight and bias are frozen, as under LoRA, the native backend makes the slope of hidden ``[M, H]`` in the forward.
+    The backward then recomputes nothing, unless the entropy's gradient is requested. Float16 has no such path. Nor has
+    Triton, so there ``1 - p[t]`` of a frozen head has the absolute accuracy of float32.
 
-    Log-sum-exps over tiles are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
+    Log-sum-exps are float64. On a CPU, logits of bfloat16 and float16 are rounded to that type, as
     ``hidden @ weight.T`` rounds them; on a GPU they stay float32. There float32 inputs take Triton's kernels where they
     serve and no backend is named: each product becomes three in TF32, which keep float32's accuracy. An id out of range
     raises on a CPU, and on a GPU only with ``check=True``, which waits for the device; else it gives NaN. Raises
@@ -197,8 +214,8 @@ def linear_logprob(
     """
     softmax = make_softmax(temperature, softcap, ignore_index)
     options: dict[str, Any] = {
-        **softmax._asdict(), "bias": bias, "entropy": entropy, "positions": positions, "check": check,
-        "backend": backend,
+        **softmax._asdict(), "bias": bias, "entropy": entropy, "positions": positions,
+        "max_memory": max_memory, "check": check, "backend": backend,
     }  # fmt: skip
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if torch.is_autocast_enabled(kind):
@@ -208,6 +225,7 @@ def linear_logprob(
     if is_dtensor(hidden, weight):
         return ROUTES["linear_logprob"](hidden, weight, targets, **options)
     check_head(hidden, weight, targets, bias, positions)
+    check_max_memory(max_memory)
     if (hidden.is_cpu or check) and not torch.compiler.is_compiling():
         check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
@@ -220,10 +238,13 @@ def linear_logprob(
         logprob, entropies = reference(hidden, weight, targets, bias, positions, softmax, entropy)
     elif chosen == "native" and frozen:
         logprob, _, entropies, _ = torch.ops.turnwise.linear_logprob_frozen(
-            hidden, weight, targets, bias, positions, *softmax, entropy
+            hidden, weight, targets, bias, positions, *softmax, entropy, max_memory
         )
     else:
-        logprob, _, entropies = torch.ops.turnwise.linear_logprob(
-            hidden, weight, targets, bias, positions, *softmax, entropy, chosen
+        leaves = (hidden, weight, bias)
+        trains = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+        keeps = trains and not torch.compiler.is_compiling()
+        logprob, _, entropies, _ = torch.ops.turnwise.linear_logprob(
+            hidden, weight, targets, bias, positions, *softmax, entropy, max_memory, keeps, chosen
         )
     return (logprob, entropies) if entropy else logprob  # type: ignore[return-value]

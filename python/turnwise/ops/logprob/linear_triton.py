@@ -118,16 +118,16 @@ def forward_kernel(
     tl.store(base + 3 * tokens, picked, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "first", "scale", "cap", "ignore"])
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "scale", "cap", "ignore"])
 def backward_kernel(
     hidden_ptr, weight_ptr, bias_ptr, targets_ptr, lse_ptr, grad_logprob_ptr, entropy_ptr, grad_entropy_ptr, out_ptr,
     hidden_stride, weight_stride, target_stride, out_stride,
-    tokens, vocabulary, width, first, scale, cap, ignore,
+    tokens, vocabulary, width, scale, cap, ignore,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_IGNORE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits of all given tokens and ``vocabulary`` columns, of which ``first`` come before."""
+    """The gradient of the logits of all given tokens and ``vocabulary`` columns."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -144,7 +144,7 @@ def backward_kernel(
         grad_entropy = entropy
     d = logit_gradient(
         scaled_logits(x, scale, cap, HAS_CAP),
-        columns[None, :] == (target - first)[:, None],
+        columns[None, :] == target[:, None],
         tl.load(lse_ptr + token, mask=inside, other=0.0),
         tl.load(grad_logprob_ptr + token, mask=inside, other=0.0),
         entropy,
@@ -220,7 +220,6 @@ def logit_gradients(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    first: int,
     softmax: Softmax,
     upstream: Upstream,
 ) -> Tensor:
@@ -235,7 +234,7 @@ def logit_gradients(
             hidden, weight, hidden if bias is None else bias, targets, lse, grad_logprob,
             lse if entropy is None else entropy, lse if grad_entropy is None else grad_entropy, out, hidden.stride(0),
             weight.stride(0), targets.stride(0), out.stride(0), tokens, vocabulary, hidden.shape[1],
-            *(first, *softmax.columns),
+            *softmax.columns,
             HAS_ENTROPY=entropy is not None, **_flags(hidden, bias, softmax),
         )  # fmt: skip
     return out

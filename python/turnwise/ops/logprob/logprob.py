@@ -9,9 +9,8 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend
 from turnwise.ops.common.layout import FLOATS, bounded, transform_reason
-from turnwise.ops.logprob import tiles as logprob_tiles
 from turnwise.ops.logprob.checks import check_id_values, check_ids, make_softmax
-from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
+from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, kernels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,14 +68,6 @@ def is_writable(logits: Tensor) -> bool:
     return _with_rows(logits) is logits
 
 
-def _kernels(backend: str) -> Any:
-    if backend == "native":
-        return logprob_tiles
-    from turnwise.ops.logprob import triton as logprob_triton
-
-    return logprob_triton
-
-
 def _forward(
     logits: Tensor,
     targets: Tensor,
@@ -92,7 +83,7 @@ def _forward(
     columns = Softmax(temperature, softcap, ignore_index).columns
     parts = []
     for matrix, row in zip(matrices, targets.reshape(len(matrices), -1), strict=True):
-        parts.append(_kernels(backend).log_softmax(Tile(matrix, None, row, 0, *columns), entropy))
+        parts.append(kernels(backend).log_softmax(Tile(matrix, None, row, *columns), entropy))
     if len(parts) == 1:
         logprob, lse, entropies = parts[0]
     else:
@@ -120,7 +111,7 @@ def _gradient(
     ids, *rest = ([None] * count if s is None else s.reshape(count, -1) for s in streams)
     outs = out.unbind(0) if count > 1 else _matrices(out)
     for matrix, to, row, *upstream in zip(matrices, outs, ids, *rest, strict=True):
-        _kernels(backend).grad(Tile(matrix, None, row, 0, *softmax.columns), Upstream(*upstream), to)
+        kernels(backend).grad(Tile(matrix, None, row, *softmax.columns), Upstream(*upstream), to)
 
 
 def _backward(

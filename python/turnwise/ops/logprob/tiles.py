@@ -1,12 +1,13 @@
 """Steps that the log-probability ops share. The compiled module runs each one on a tile of logits.
 
-A tile holds some columns of the logits of some tokens. Scan every tile, then finish; once the upstream gradients are
-known, turn each tile into its gradient. Between tiles, each block of tokens keeps one ``state``.
+A tile holds the logits of some tokens. Scan it, then finish; once the upstream gradients are known, turn it into its
+gradient.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,17 +43,16 @@ class Softmax(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Logits ``[n, v]`` of ``n`` tokens: ``v`` columns of the vocabulary from ``first`` on.
+    """Logits ``[n, v]`` of ``n`` tokens.
 
-    ``bias [v]`` is float32. ``targets [n]`` are ids of the whole vocabulary. The softmax is over
-    ``(logits + bias) * scale``, with ``cap`` (0: none) applied before the scale. Rows with target ``ignore`` are not
-    read.
+    ``bias [v]`` is float32. ``targets [n]`` are columns, or beyond them if another rank has the column. The softmax is
+    over ``(logits + bias) * scale``, with ``cap`` (0: none) applied before the scale. Rows with target ``ignore`` are
+    not read.
     """
 
     logits: Tensor
     bias: Tensor | None
     targets: Tensor
-    first: int
     scale: float
     cap: float = 0.0
     ignore: int = IGNORE_NONE
@@ -70,63 +70,58 @@ class Upstream(NamedTuple):
         return Upstream(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 
-def new_state(tokens: int, like: Tensor) -> Tensor:
-    """Allocate an uninitialised state ``[4, tokens]`` float64. Scanning the tile with ``first`` 0 initialises it."""
-    return torch.empty((4, tokens), dtype=torch.float64, device=like.device)
+def kernels(backend: str) -> Any:
+    """The module with the steps ``scan``, ``finish`` and ``grad`` of a backend."""
+    if backend == "native":
+        return sys.modules[__name__]
+    if backend == "triton":
+        from turnwise.ops.logprob import triton
+
+        return triton
+    from turnwise.ops.logprob import reference
+
+    return reference
 
 
-def scan(tile: Tile, state: Tensor, entropy: bool) -> None:
-    """Add a tile to ``state``."""
+def scan(tile: Tile, entropy: bool) -> Tensor:
+    """Compute the states ``[1, 4, n]`` float64 of a tile's rows: see ``logprob_scan`` of csrc/ops/logprob.h."""
+    state = torch.empty((1, 4, tile.logits.shape[0]), dtype=torch.float64, device=tile.logits.device)
     device, core = native_core(tile.logits)
     if device == "cpu":
-        core.logprob_scan(*tile, state, entropy, torch.get_num_threads())
+        core.logprob_scan(*tile, state[0], entropy, torch.get_num_threads())
     else:
-        core.cuda_logprob_scan(*tile, state, entropy, stream_of(tile.logits))
+        core.cuda_logprob_scan(*tile, state[0], entropy, stream_of(tile.logits))
+    return state
 
 
-def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``logprob``, ``lse`` and ``entropy [n]`` (``[0]`` if not requested), float32, from the state."""
-    tokens = state.shape[1]
+def finish(states: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``logprob``, ``lse`` and ``entropy [n]`` (``[0]`` if not requested), float32, from ``[1, 4, n]``."""
+    tokens = states.shape[2]
     logprob, lse, entropies = (
-        torch.empty(size, dtype=torch.float32, device=state.device)
+        torch.empty(size, dtype=torch.float32, device=states.device)
         for size in (tokens, tokens, tokens if entropy else 0)
     )
-    device, core = native_core(state)
-    arguments = state, logprob, lse, entropies if entropy else None
+    device, core = native_core(states)
+    arguments = states[0], logprob, lse, entropies if entropy else None
     if device == "cpu":
         core.logprob_finish(*arguments)
     else:
-        core.cuda_logprob_finish(*arguments, stream_of(state))
+        core.cuda_logprob_finish(*arguments, stream_of(states))
     return logprob, lse, entropies
 
 
 def log_softmax(tile: Tile, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``logprob``, ``lse`` and ``entropy`` of a tile that holds whole rows."""
-    state = new_state(tile.logits.shape[0], tile.logits)
-    scan(tile, state, entropy)
-    return finish(state, entropy)
+    return finish(scan(tile, entropy), entropy)
 
 
 def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
-    """Write the gradient of a tile's logits into ``out``, which may be the logits themselves."""
+    """Write the gradient of a tile's logits into ``out``, which may be the logits, or the first half of their rows."""
     device, core = native_core(tile.logits)
     if device == "cpu":
         core.logprob_grad(*tile, *upstream, out, torch.get_num_threads())
     else:
         core.cuda_logprob_grad(*tile, *upstream, out, stream_of(tile.logits))
-
-
-def weights(tile: Tile, state: Tensor, reference: Tensor, sums: Tensor, out: Tensor) -> None:
-    """Write the slopes of ``sum(exp(x - reference))``, without the target's, of a tile that was just scanned.
-
-    ``reference [n]`` (float32) follows the maximum in ``state``. Where it grows, the rows of ``sums [n, H]`` shrink, so
-    that the products of all tiles can be added to them. ``out`` may be the logits.
-    """
-    device, core = native_core(tile.logits)
-    if device == "cpu":
-        core.logprob_weights(*tile, state, reference, sums, out, torch.get_num_threads())
-    else:
-        core.cuda_logprob_weights(*tile, state, reference, sums, out, stream_of(tile.logits))
 
 
 def add_narrow(total: Tensor, part: Tensor) -> None:

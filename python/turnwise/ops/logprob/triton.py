@@ -80,11 +80,11 @@ def load_logits(
     return tl.where(columns < width, x, float("-inf")) if HAS_CAP else x
 
 
-@triton.jit(do_not_specialize=["width", "first", "scale", "cap", "ignore", "rows"])
+@triton.jit(do_not_specialize=["width", "scale", "cap", "ignore", "rows"])
 def scan_kernel(
     logits_ptr, bias_ptr, targets_ptr, state_ptr,
     row_stride, target_stride,
-    width, first, scale, cap, ignore, rows,
+    width, scale, cap, ignore, rows,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_IGNORE: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -97,14 +97,13 @@ def scan_kernel(
             tl.store(state_ptr + 2 * rows + row + one, tl.zeros([1], tl.float32))
             tl.store(state_ptr + 3 * rows + row + one, tl.zeros([1], tl.float32))
             return
-    target -= first
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     weighted = tl.zeros([1], tl.float32)
     for begin in range(0, width, BLOCK):
         x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, cap, HAS_BIAS, HAS_CAP, BLOCK)
         top, total, weighted = add_logits(x[None, :], top, total, weighted, ENTROPY)
-    # The target's logit is NaN if another tile holds it; `finish` takes the one that is not NaN.
+    # The target's logit is NaN if another rank, or another split, holds it; `finish` takes the one that is not NaN.
     here = (target >= 0) & (target < width)
     picked = tl.load(logits_ptr + row * row_stride + target, mask=here, other=float("nan")).to(tl.float32)
     if HAS_BIAS:
@@ -171,45 +170,40 @@ def logit_gradient(
     return tl.where(unused[:, None], 0.0, d)  # exactly 0 for a token that does not train, even if its logits are NaN
 
 
-@triton.jit(do_not_specialize=["width", "first", "scale", "cap", "ignore"])
+@triton.jit(do_not_specialize=["width", "scale", "cap", "ignore"])
 def grad_kernel(
     logits_ptr, bias_ptr, targets_ptr, lse_ptr, grad_logprob_ptr, entropy_ptr, grad_entropy_ptr, out_ptr,
     row_stride, target_stride, out_stride,
-    width, first, scale, cap, ignore,
+    width, scale, cap, ignore,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_IGNORE: tl.constexpr, HAS_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """``WHOLE``: a program takes a whole row, as ``out`` is the first half of each row of wider logits. Then all logits
+    of a block are read before its gradient is written. Else it takes one block."""
     row = tl.program_id(0).to(tl.int64)
     one = row + tl.arange(0, 1)
-    begin = tl.program_id(1) * BLOCK
-    columns = begin + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    last = width if WHOLE else first + BLOCK
     target = tl.load(targets_ptr + row * target_stride).to(tl.int64)
-    if HAS_IGNORE:  # noqa: SIM102 -- a compile-time branch around one at run time
-        if target == ignore:
-            nothing = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row * out_stride + columns, nothing, mask=columns < width)
-            return
-    target -= first
-    x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, cap, HAS_BIAS, HAS_CAP, BLOCK)
     entropy = tl.load(entropy_ptr + one) if HAS_ENTROPY else tl.zeros([1], tl.float32)
     grad_entropy = tl.load(grad_entropy_ptr + one) if HAS_ENTROPY else tl.zeros([1], tl.float32)
-    d = logit_gradient(
-        x[None, :],
-        (columns == target)[None, :],
-        tl.load(lse_ptr + one),
-        tl.load(grad_logprob_ptr + one),
-        entropy,
-        grad_entropy,
-        scale,
-        cap,
-        HAS_ENTROPY,
-        HAS_CAP,
-    )
-    d = tl.reshape(d, [BLOCK]).to(out_ptr.dtype.element_ty)
-    if begin + BLOCK <= width:
-        tl.store(out_ptr + row * out_stride + columns, d)
-    else:
-        tl.store(out_ptr + row * out_stride + columns, d, mask=columns < width)
+    lse, grad_logprob = tl.load(lse_ptr + one), tl.load(grad_logprob_ptr + one)
+    for begin in range(first, last, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        x = load_logits(logits_ptr + row * row_stride, bias_ptr, begin, width, scale, cap, HAS_BIAS, HAS_CAP, BLOCK)
+        if WHOLE:
+            tl.debug_barrier()
+        d = logit_gradient(
+            x[None, :], (columns == target)[None, :], lse, grad_logprob, entropy, grad_entropy, scale, cap,
+            HAS_ENTROPY, HAS_CAP,
+        )  # fmt: skip
+        if HAS_IGNORE:
+            d = tl.where(target == ignore, 0.0, d)
+        d = tl.reshape(d, [BLOCK]).to(out_ptr.dtype.element_ty)
+        if begin + BLOCK <= width:
+            tl.store(out_ptr + row * out_stride + columns, d)
+        else:
+            tl.store(out_ptr + row * out_stride + columns, d, mask=columns < width)
 
 
 def flags(cap: float, ignore: int) -> dict[str, bool]:
@@ -229,7 +223,7 @@ def scan(tile: Tile, entropy: bool) -> Tensor:
         with torch.cuda.device_of(tile.logits):
             scan_kernel[(rows,)](
                 tile.logits, tile.logits if tile.bias is None else tile.bias, tile.targets, state,
-                tile.logits.stride(0), tile.targets.stride(0), width, tile.first,
+                tile.logits.stride(0), tile.targets.stride(0), width,
                 *(tile.scale, tile.cap, tile.ignore, rows),
                 HAS_BIAS=tile.bias is not None, **flags(tile.cap, tile.ignore), ENTROPY=entropy, BLOCK=ROW_BLOCK,
                 num_warps=8, **FUSED,
@@ -251,19 +245,20 @@ def finish(state: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grad(tile: Tile, upstream: Upstream, out: Tensor) -> None:
-    """Write the gradient of a tile's logits into ``out``, which may be the logits themselves."""
+    """Write the gradient of a tile's logits into ``out``, which may be the logits, or the first half of their rows."""
     rows, width = tile.logits.shape
     if not rows:
         return
+    whole = out.dtype is not tile.logits.dtype and out.data_ptr() == tile.logits.data_ptr()
     lse, grad_logprob, entropy, grad_entropy = (None if u is None else u.contiguous() for u in upstream)
     with torch.cuda.device_of(tile.logits):
-        grad_kernel[(rows, triton.cdiv(width, ROW_BLOCK))](
+        grad_kernel[(rows, 1 if whole else triton.cdiv(width, ROW_BLOCK))](
             tile.logits, tile.logits if tile.bias is None else tile.bias, tile.targets, lse, grad_logprob,
             lse if entropy is None else entropy, lse if grad_entropy is None else grad_entropy, out,
-            tile.logits.stride(0), tile.targets.stride(0), out.stride(0), width, tile.first,
+            tile.logits.stride(0), tile.targets.stride(0), out.stride(0), width,
             *(tile.scale, tile.cap, tile.ignore),
             HAS_BIAS=tile.bias is not None, **flags(tile.cap, tile.ignore), HAS_ENTROPY=entropy is not None,
-            BLOCK=ROW_BLOCK, num_warps=8, **FUSED,
+            WHOLE=whole, BLOCK=ROW_BLOCK, num_warps=8, **FUSED,
         )  # fmt: skip
 
 
@@ -293,10 +288,15 @@ def _cases() -> Iterator[CompileCase]:
         pointers = {"logits_ptr": f"*{t}", "bias_ptr": "*fp32", "targets_ptr": "*i64", "state_ptr": "*fp32"}
         flags = {"HAS_BIAS": bias, "HAS_CAP": cap, "HAS_IGNORE": cap, "ENTROPY": entropy}
         yield _case(scan_kernel, pointers, **flags, BLOCK=4096)
-    for t, entropy, cap in (("fp32", False, False), ("bf16", True, False), ("bf16", True, True)):
-        pointers = {"logits_ptr": f"*{t}", "out_ptr": f"*{t}", "targets_ptr": "*i64"}
+    for t, entropy, cap, whole in (
+        ("fp32", False, False, False),
+        ("bf16", True, False, False),
+        ("bf16", True, True, False),
+        ("bf16", False, False, True),
+    ):
+        pointers = {"logits_ptr": "*fp32" if whole else f"*{t}", "out_ptr": f"*{t}", "targets_ptr": "*i64"}
         pointers |= {f"{name}_ptr": "*fp32" for name in ("bias", "lse", "grad_logprob", "entropy", "grad_entropy")}
-        flags = {"HAS_BIAS": False, "HAS_CAP": cap, "HAS_IGNORE": cap, "HAS_ENTROPY": entropy}
+        flags = {"HAS_BIAS": False, "HAS_CAP": cap, "HAS_IGNORE": cap, "HAS_ENTROPY": entropy, "WHOLE": whole}
         yield _case(grad_kernel, pointers, **flags, BLOCK=4096)
     pointers = {f"{name}_ptr": "*fp32" for name in ("state", "logprob", "lse", "entropy")}
     yield _case(finish_kernel, pointers, ENTROPY=True, BLOCK=128)

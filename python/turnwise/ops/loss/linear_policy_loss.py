@@ -1,238 +1,36 @@
-"""Compute LM head and policy loss in one pass.
-
-The gradient of a chunk of tokens is formed while the chunk's logits are in memory, so logits are computed only once.
-"""
+"""Compute LM head and policy loss together, so that the logits are computed once where the loss allows it."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from turnwise.ops.common.dispatch import native_core, select_backend, stream_of
-from turnwise.ops.common.layout import RowLayout, Streams, transform_reason
-from turnwise.ops.logprob import linear_frozen
-from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
-from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose_chunks, device_of, head_op, one_pass
+from turnwise.ops.common.dispatch import forced_backend, native_core, select_backend
+from turnwise.ops.common.layout import Streams, check_each, is_number, transform_reason
+from turnwise.ops.logprob.checks import (
+    as_autocast,
+    check_head,
+    check_id_values,
+    check_ids,
+    check_max_memory,
+    make_softmax,
+)
+from turnwise.ops.logprob.choice import device_of, head_op
+from turnwise.ops.logprob.linear_chunks import Head
 from turnwise.ops.logprob.linear_logprob import linear_logprob
-from turnwise.ops.logprob.linear_native import Gradients, Head, spread
-from turnwise.ops.logprob.tiles import Upstream, new_state, scan
-from turnwise.ops.loss.aggregation import find_aggregation
 from turnwise.ops.loss.arguments import LossOptions, check_call, prepare, warn_ambiguous, with_selected
+from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss, with_bonus, with_logprobs
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
-from turnwise.ops.loss.policy_loss import PolicyLoss, prepared_policy_loss
+from turnwise.ops.loss.policy_loss import prepared_policy_loss
 from turnwise.ops.loss.reference import Objective
 
-# Tokens of a chunk on a CPU: a sixteenth of all tokens, but at least _LEAST (by the bytes of a logit). The chunk's
-# logits stay within _BYTES, unless that would leave less than half of _LEAST. Larger chunks would not be faster.
-_LEAST, _BYTES = {2: 512, 4: 160}, 1 << 28
-_COLUMNS = 2048  # columns of one product on a CPU
-
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fused
+# Checks
 # ---------------------------------------------------------------------------------------------------------------------
-TokenGradient = Callable[[Tensor, slice], Tensor]  # (logprob [m] of a chunk, chunk) -> gradient [m] of the loss
-
-
-def pick(s: Streams, tokens: slice | Tensor) -> Streams:
-    """Some tokens of packed streams with an advantage per token."""
-    names = ("old_logprobs", "advantages", "mask", "ref_logprobs", "rollout_logprobs")
-    given = {name: stream[tokens] for name in names if (stream := getattr(s, name)) is not None}
-    return s._replace(**given)
-
-
-def token_gradient(s: Streams, weight: Tensor, objective: Objective) -> TokenGradient:
-    """Make the function that gives the gradient of a token-level loss, each token times its ``weight``.
-
-    It treats a chunk as one sequence.
-    """
-    aggregation = find_aggregation("token-mean", None, None)
-    alone = objective._replace(aggregation=aggregation, num_actors=0, max_length=None)
-
-    def gradient(logprob: Tensor, chunk: slice) -> Tensor:
-        leaf = logprob.detach().requires_grad_()
-        size, device = leaf.shape[0], leaf.device
-        tokens = pick(s, chunk)._replace(
-            logprobs=leaf,
-            cu_seqlens=torch.arange(0, size + 1, size, device=device),
-            normalizer=torch.ones((), device=device),
-            actor_ids=None,
-        )
-        with torch.enable_grad():
-            loss = prepared_policy_loss(tokens, alone).loss
-        return torch.autograd.grad(loss, leaf)[0] * weight[chunk]
-
-    return gradient
-
-
-def _chunks(head: Head) -> Chunks:
-    """The chunks of tokens and the columns of a tile, the same on every rank of a head that is split."""
-    vocabulary = head.vocabulary if head.shard is None else head.shard.widest
-    if head.products.on_gpu:
-        return choose_chunks(head.sizes._replace(vocabulary=vocabulary), device_of(head.hidden))
-    size = head.products.dtype.itemsize
-    least = _LEAST[size]
-    return Chunks(min(max(least, head.tokens // 16), max(least // 2, _BYTES // (vocabulary * size), 1)), _COLUMNS)
-
-
-def fused(head: Head, gradients: Gradients, loss: TokenGradient, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Fill ``gradients``, and return ``logprob`` and ``entropy [M]``. Holds the logits of one chunk at a time."""
-    rows, width = _chunks(head)
-    chunks = head.blocks(rows)
-    total = gradients.weight
-    if gradients.need_weight and len(chunks) > FEW and total.dtype is not torch.float32:
-        total = torch.empty_like(total, dtype=torch.float32)
-    # Sums over many chunks lose too much in bfloat16, so they run in float32 and are rounded once at the end.
-    logprobs, entropies = [], []
-    for chunk in chunks:
-        logprob, entropy_of_chunk = _chunk(head, gradients, total, loss, entropy, chunk, width)
-        logprobs.append(logprob)
-        entropies.append(entropy_of_chunk)
-    if gradients.need_weight:
-        if not chunks:
-            gradients.weight.zero_()
-        elif total is not gradients.weight:
-            gradients.weight.copy_(total)
-    none = torch.empty(0, dtype=torch.float32, device=head.hidden.device)
-    return torch.cat([none, *logprobs]), torch.cat([none, *entropies]) if entropy else None
-
-
-def _chunk(
-    head: Head,
-    gradients: Gradients,
-    total: Tensor,
-    loss: TokenGradient,
-    entropy: bool,
-    chunk: slice,
-    width: int,
-) -> tuple[Tensor, Tensor]:
-    products, rows = head.products, head.rows(chunk)
-    state = new_state(rows.shape[0], rows)
-    # Scan all tiles of the chunk for its log-probabilities, and keep their logits.
-    tiles = []
-    for columns in head.columns(width):
-        tile = head.tile(rows, chunk, columns)
-        scan(tile, state, entropy)
-        tiles.append(tile)
-    logprob, lse, entropies = head.finish(state, chunk, entropy)
-    # With the loss's gradient known, turn each tile of logits into its gradient and multiply it out.
-    upstream = Upstream(lse, loss(logprob, chunk), None, None)
-    sums = gradients.sums(chunk) if gradients.need_hidden else None
-    for tile in tiles:
-        columns = slice(tile.first, tile.first + tile.logits.shape[1])
-        part = head.weight[columns]
-        d = head.gradient(tile, upstream)
-        gradients.add_bias(columns, d)
-        if sums is not None:
-            products.add_hidden(sums, d, part)
-        if gradients.need_weight:
-            products.weight_gradient(total[columns], d, rows, add=chunk.start > 0)
-    if sums is not None:
-        gradients.keep_hidden(chunk, sums)
-    return logprob, entropies
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Autograd
-# ---------------------------------------------------------------------------------------------------------------------
-class _AttachGradients(torch.autograd.Function):
-    """Attaches to ``loss`` the gradients that were computed with it. They are gradients of ``scale`` times the loss.
-
-    They are as large as the weight, so the backward scales them in place and hands them to the caller. A second
-    backward through the same graph recomputes them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        grads: list[Gradients],
-        recompute: Callable[[], Gradients],
-        scale: Tensor | None,
-        *leaves: Tensor | None,
-    ) -> Tensor:
-        ctx.grads, ctx.recompute, ctx.scale = grads, recompute, scale
-        ctx.mark_dirty(loss)  # returns the same tensor; the caller could not change a view of it in place
-        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_policy_loss: the gradient can't be differentiated again; use backend='torch' for create_graph"
-            )
-        grads = ctx.grads.pop() if ctx.grads else ctx.recompute()
-        factor = grad_loss if ctx.scale is None else grad_loss / ctx.scale
-        needed = grads.need_hidden, grads.need_weight, grads.need_bias
-        out = []
-        for values, wanted, dtype in zip((grads.hidden, grads.weight, grads.bias), needed, ctx.dtypes, strict=True):
-            if wanted:
-                _scale_in_place(values, factor)
-            out.append(values.to(dtype) if wanted else None)
-        return None, None, None, None, *out
-
-
-def _scale_in_place(values: Tensor, factor: Tensor) -> None:
-    """Multiply by a factor, which is usually 1. On a GPU the kernel reads it and returns at once for 1."""
-    device, core = native_core(values)
-    if device == "cuda" and values.numel():
-        core.cuda_scale(values, factor.float().contiguous(), stream_of(values))
-    elif device == "cpu" and factor.item() != 1.0:
-        values.mul_(factor)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Public function
-# ---------------------------------------------------------------------------------------------------------------------
-def _serves(hidden: Tensor, backend: str | None, reason: str) -> bool:
-    """True if the compiled kernels serve the chunks. Otherwise the two separate ops choose or reject a backend."""
-    if hidden.dtype is torch.float64:
-        return False
-    return select_backend("linear_logprob", backend, hidden, native=reason, triton=reason) == "native"
-
-
-def _is_faster(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: int, copied: bool, backend: str | None
-) -> bool:
-    """True if one pass is expected to be faster than two ops and to need no more memory."""
-    frozen = linear_frozen.serves(hidden, weight, bias)
-    triton = hidden.is_cuda and select_backend(head_op(hidden, frozen), backend, hidden) == "triton"
-    if frozen and not triton:
-        return False  # two ops make no more products, and their logits stay in the cache
-    if native_core(hidden)[0] == "cpu":
-        return True
-    sizes = Sizes(tokens, hidden.shape[1], weight.shape[0], hidden.element_size(), copied)
-    device = device_of(hidden)
-    return one_pass(sizes, choose_chunks(sizes, device), device, weight.requires_grad, triton)
-
-
-def _one_pass(
-    whole: Head, s: Streams, weight: Tensor, objective: Objective, leaves: tuple[Tensor | None, ...], entropy: bool
-) -> tuple[Gradients, Tensor, Tensor | None]:
-    """Compute the gradients of ``leaves`` (hidden, weight, bias), and ``logprob`` and ``entropy [M]``.
-
-    On a CPU, masked tokens have ``logprob`` and ``entropy`` 0.
-    """
-    part, keep = whole.trained(s.mask)
-    if keep is not None:
-        s, weight = pick(s, keep)._replace(mask=None), weight[keep]
-    needs = [leaf is not None and leaf.requires_grad for leaf in leaves]
-    wide = torch.float32 if whole.hidden.dtype is torch.float16 else None
-    gradients = Gradients(part, needs[0], needs[1], needs[2], wide, wide if whole.shard is None else torch.float32)
-    logprob, entropies = fused(part, gradients, token_gradient(s, weight, objective), entropy)
-    if whole.shard is not None and gradients.need_hidden:
-        whole.shard.member.reduce(gradients.hidden)  # each rank has the part of its own columns
-    if keep is not None:
-        logprob = spread(logprob, keep, whole.tokens)
-        entropies = None if entropies is None else spread(entropies, keep, whole.tokens)
-    return gradients, logprob, entropies
-
-
 def prepare_packed(s: Streams, options: LossOptions, targets: Tensor, check: bool) -> tuple[Streams, Objective]:
     """Prepare the streams, and raise for wrong ones before the long work starts. ``logprobs`` are 0 until then."""
     if s.cu_seqlens is None:
@@ -251,6 +49,63 @@ def check_entropy(entropy: object) -> None:
         raise TypeError(f"entropy: expected True or False, as it is made here, got {type(entropy).__name__}")
 
 
+def check_reads(reads: Tensor | None, targets: Tensor) -> None:
+    """Check that ``reads`` are indices of ``targets``. Their values are checked on a CPU."""
+    if reads is None:
+        return
+    check_ids("reads", reads, targets.device)
+    if reads.dim() != 1:
+        raise ValueError(f"reads has shape {tuple(reads.shape)}: expected [N]")
+    if reads.is_cpu and not torch.compiler.is_compiling():
+        check_id_values("reads", reads, targets.shape[0])
+
+
+def check_temperatures(temperature: object, targets: Tensor) -> Tensor | None:
+    """Check temperatures of each target; ``None`` if there is one number. Their values are checked on a CPU."""
+    if not isinstance(temperature, Tensor) or temperature.dim() == 0:
+        return None
+    if temperature.shape != targets.shape or not temperature.is_floating_point():
+        got = f"{temperature.dtype} {tuple(temperature.shape)}"
+        raise ValueError(f"temperature is {got}: expected a number, or floats {tuple(targets.shape)}, as targets")
+    if temperature.is_cpu and not torch.compiler.is_compiling():
+        check_each("temperature", temperature, ~((temperature > 0) & temperature.isfinite()), "a finite number > 0")
+    return temperature.detach()
+
+
+class Places(NamedTuple):
+    """The targets of a head, and which tokens read them."""
+
+    targets: Tensor
+    positions: Tensor | None
+    reads: Tensor | None
+    temperatures: Tensor | None
+
+    def sorted(self) -> Places:
+        """Order the targets by their temperatures, so that chunks have one."""
+        if self.temperatures is None:
+            return self
+        order = self.temperatures.argsort(stable=True)
+        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+        positions = order if self.positions is None else self.positions[order]
+        reads = places if self.reads is None else places[self.reads]
+        return Places(self.targets[order], positions, reads, self.temperatures[order])
+
+
+def check_grad_into(into: Tensor | None, hidden: Tensor, weight: Tensor) -> None:
+    if into is None:
+        return
+    if not isinstance(into, Tensor) or into.dtype is not torch.float32:
+        raise TypeError(f"grad_into has type {getattr(into, 'dtype', type(into).__name__)}: expected a float32 tensor")
+    if into.shape != weight.shape or into.device != weight.device:
+        got = f"{tuple(into.shape)} on {into.device}"
+        raise ValueError(f"grad_into has shape {got}: expected {tuple(weight.shape)} on {weight.device}, as weight")
+    if hidden.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"hidden has dtype {hidden.dtype}: expected float32 or bfloat16, as grad_into is given")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Public function
+# ---------------------------------------------------------------------------------------------------------------------
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -260,11 +115,12 @@ def linear_policy_loss(
     *,
     cu_seqlens: Tensor,
     mask: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     ignore_index: int | None = None,
     bias: Tensor | None = None,
     positions: Tensor | None = None,
+    reads: Tensor | None = None,
     clip: Clip | None = None,
     variant: Variant | None = None,
     kl: KL | None = None,
@@ -272,54 +128,80 @@ def linear_policy_loss(
     correction: ImportanceCorrection | None = None,
     rollout_logprobs: Tensor | None = None,
     entropy: bool = False,
+    entropy_coef: float = 0.0,
     aggregation: str = "token-mean",
     normalizer: Tensor | float | None = None,
     actor_ids: Tensor | None = None,
     num_actors: int | None = None,
     max_length: float | None = None,
     selected: Tensor | None = None,
+    grad_into: Tensor | None = None,
+    max_memory: int | None = None,
     check: bool = False,
     backend: str | None = None,
-) -> PolicyLoss:
-    """Compute :func:`policy_loss` of :func:`linear_logprob` with one pass over the logits.
+) -> HeadLoss:
+    """Compute :func:`policy_loss` of :func:`linear_logprob` with one pass over the logits: three matrix products.
 
     Input is packed: ``cu_seqlens [B+1]``, and all streams ``[N]`` like ``targets`` (``[M]`` with ``positions``).
     ``advantages`` are ``[B]`` or per token. Arguments and errors are those of :func:`linear_logprob` and
-    :func:`policy_loss`; ``entropy=True`` adds the metric. ``backend`` names the backend of the head; the loss takes the
-    best one for the device. A token whose target is ``ignore_index`` counts as masked.
+    :func:`policy_loss`. ``entropy=True`` adds the metric; ``entropy_coef`` times the entropy, aggregated as the loss
+    is, is taken from the loss. ``backend`` names the backend of the head; the loss takes the best one for the device. A
+    token whose target is ``ignore_index`` counts as masked. Tokens with equal hidden states and targets can share a
+    log-probability: with ``reads [N]`` (int64 or int32 in ``[0, M)``), token ``n`` has that of target ``reads[n]``, and
+    the streams are ``[N]``. ``temperature`` may be one for each target, like ``targets``; reading how many there are
+    makes a GPU wait.
 
-    For some losses a token needs no other token's log-probability: PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO, with
-    a correction per token or none. Then the forward computes the gradients chunk by chunk, with at most 256 MiB of
-    logits in memory, and the backward scales and returns them. GSPO, LUSPO, GMPO, VESPO, Clip-Cov, KL-Cov and
-    corrections by sequence need whole rows first, so they compute the logits twice. So do ``torch.compile``, backends
-    other than ``native``, and a GPU where two passes are expected to be faster: with a large vocabulary a chunk has few
-    tokens, and each chunk reads and writes the whole weight gradient. With a frozen weight :func:`linear_logprob` makes
-    the logits once, for every loss. Masked tokens cost nothing on a CPU. Gradients that are not required are not
-    computed.
+    The forward computes the gradients chunk by chunk, within ``max_memory`` bytes of logits (as in
+    :func:`linear_logprob`); the backward scales and returns them. For PPO, CISPO, GPG, REINFORCE, SAPO, DPPO and DRO a
+    token needs no other token's log-probability. For GSPO, LUSPO, GMPO, VESPO and corrections by sequence chunks end
+    where sequences end, which reads ``cu_seqlens`` and makes a GPU wait. For Clip-Cov and KL-Cov ``selected`` must be
+    given. Masked tokens cost nothing on a CPU. Gradients that are not required are not computed.
 
-    The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, and in float32 over more.
-    Gradients of float16 are kept in float32, and scaled up, until the loss's own gradient has scaled them. A loss scale
-    works as usual.
+    Two passes are needed for sequences that are longer than the memory holds, custom losses, the choice of
+    ``selected``, a loss by sequence with ``reads`` or several temperatures, ``torch.compile`` and ``backend="torch"``.
+    On a GPU from compute capability 10.0 they are faster in float32, where Triton makes its products in TF32.
+
+    The gradient of a bfloat16 weight is summed in its own dtype over up to 24 chunks, and in float32 over more. With
+    ``grad_into [V, H]`` float32 one pass adds it there instead, in the forward, and the weight gets no gradient: the
+    loss's own gradient must be 1. A GPU does not check that. Two passes add it in the backward. Gradients of float16
+    are kept in float32, and scaled up, until the loss's own gradient has scaled them. A loss scale works as usual.
+
+    Returns loss and metrics as :func:`policy_loss` does, and ``logprobs [N]`` float32 without a gradient, which are 0
+    for masked tokens.
 
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """
     check_entropy(entropy)
+    if not is_number(entropy_coef) or not math.isfinite(entropy_coef):
+        raise ValueError(f"entropy_coef={entropy_coef!r}: expected a finite number")
     head: dict[str, Any] = {
         "temperature": temperature, "softcap": softcap, "ignore_index": ignore_index, "bias": bias,
-        "positions": positions, "check": check, "backend": backend,
+        "positions": positions, "max_memory": max_memory, "check": check, "backend": backend,
     }  # fmt: skip
     streams = Streams(  # targets instead of log-probabilities, which the head makes
         targets, old_logprobs, advantages, mask, cu_seqlens, ref_logprobs, rollout_logprobs, None, actor_ids, None,
         selected,
     )  # fmt: skip
     options = LossOptions(clip, variant, kl, correction, aggregation, normalizer, num_actors, max_length)
+    rest = reads, grad_into, entropy, float(entropy_coef)
     kind = hidden.device.type if isinstance(hidden, Tensor) else "cpu"
     if not torch.is_autocast_enabled(kind):
-        return _compute(hidden, weight, targets, head, streams, options, entropy)
+        return _compute(hidden, weight, targets, head, streams, options, *rest)
     dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):
         hidden, weight = as_autocast(hidden, dtype), as_autocast(weight, dtype)
-        return _compute(hidden, weight, targets, head, streams, options, entropy)
+        return _compute(hidden, weight, targets, head, streams, options, *rest)
+
+
+def _backend(hidden: Tensor, frozen: bool, backend: str | None, reason: str) -> str | None:
+    """The backend of one pass; ``None`` if two ops serve better, which then choose or reject a backend."""
+    if torch.compiler.is_compiling() or reason or hidden.dtype is torch.float64:
+        return None
+    if "torch" in (backend, forced_backend()):  # which is the reference
+        return None
+    served = select_backend(head_op(hidden, frozen), backend, hidden)
+    faster = served == "triton" and hidden.dtype is torch.float32 and device_of(hidden).capability >= (10, 0)
+    return None if hidden.is_cuda and faster else served
 
 
 def _compute(
@@ -329,69 +211,92 @@ def _compute(
     head: dict[str, Any],
     s: Streams,
     options: LossOptions,
+    reads: Tensor | None,
+    grad_into: Tensor | None,
     entropy: bool,
-) -> PolicyLoss:
+    entropy_coef: float,
+) -> HeadLoss:
     """Choose one pass or two. ``head`` holds the other arguments of :func:`linear_logprob`."""
     # Validate
     bias, positions, check, backend = (head[name] for name in ("bias", "positions", "check", "backend"))
-    softmax = make_softmax(head["temperature"], head["softcap"], head["ignore_index"])
+    temperatures = check_temperatures(head["temperature"], targets)
+    if temperatures is not None and len(distinct := temperatures.unique()) <= 1:
+        head, temperatures = head | {"temperature": distinct[0].item() if len(distinct) else 1.0}, None
+    softmax = make_softmax(
+        1.0 if temperatures is not None else head["temperature"], head["softcap"], head["ignore_index"]
+    )
     check_head(hidden, weight, targets, bias, positions)
-    s, objective = prepare_packed(s, options, targets, check)
+    check_max_memory(head["max_memory"])
+    check_reads(reads, targets)
+    check_grad_into(grad_into, hidden, weight)
+    s, objective = prepare_packed(s, options, targets if reads is None else reads, check)
     ignored = softmax.ignored(targets)
     if ignored is not None:
+        ignored = ignored if reads is None else ignored[reads]
         s = s._replace(mask=~ignored if s.mask is None else (s.mask != 0) & ~ignored)
 
-    # Plan: one pass where the loss of a token needs no other token, and that is faster
+    # One pass, if one is planned
     leaves = (hidden, weight, bias)
     wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    once = wanted and not torch.compiler.is_compiling() and not objective.by_row
-    reason = transform_reason(backend, *leaves, positions, targets, *s)
-    copied = positions is not None or softmax.ignore_index is not None
-    once = once and _serves(hidden, backend, reason)
-    once = once and _is_faster(hidden, weight, bias, targets.shape[0], copied, backend)
-    native_cpu = hidden.is_cpu and native_core(hidden)[0] == "cpu" and not torch.compiler.is_compiling()
-    skips = not once and s.mask is not None and native_cpu and _serves(hidden, backend, reason)
-    if (once or skips) and (hidden.is_cpu or check):  # else linear_logprob checks the ids
+    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    served = _backend(hidden, frozen, backend, transform_reason(backend, *leaves, positions, targets, *s))
+    if served is not None and (hidden.is_cpu or check):  # else linear_logprob checks the ids
         check_id_values("targets", targets, weight.shape[0], softmax.ignore_index)
         if positions is not None:
             check_id_values("positions", positions, hidden.shape[0])
-    if once:
-        whole = functools.partial(Head, hidden, weight, targets, bias, positions, softmax)
-        return one_pass_loss(whole, leaves, s, objective, entropy)
+    if served is not None and wanted:
+        with torch.no_grad():
+            places = Places(targets, positions, reads, temperatures).sorted()
+            at = places.targets, bias, places.positions
+            whole = Head(hidden, weight, *at, softmax, served, head["max_memory"])
+            plan = plan_loss(whole, s, objective, places.reads, places.temperatures, entropy_coef)
+        if plan is not None:
+            return one_pass_loss(plan, leaves, s, entropy, grad_into if weight.requires_grad else None)
+
+    # Two passes
+    skips = served is not None and s.mask is not None and reads is None and native_core(hidden)[0] == "cpu"
     if skips and s.mask is not None:  # masked tokens cost nothing then; no id is -1, as all were checked
         head = head | {"ignore_index": -1 if softmax.ignore_index is None else softmax.ignore_index}
         targets = targets.masked_fill(s.mask == 0, head["ignore_index"])
-    logprob: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
-    logprob, entropies = (logprob[0], logprob[1].detach()) if entropy else (logprob, None)
+    if grad_into is not None and wanted and weight.requires_grad:
+        weight = _AddInto.apply(weight, grad_into)
+    logprob, entropies = _read(hidden, weight, targets, temperatures, entropy or entropy_coef != 0, head)
+    if reads is not None:
+        logprob, entropies = logprob[reads], None if entropies is None else entropies[reads]
     exact = backend if backend == "torch" else None  # for a second derivative, both must be the reference
-    return prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), objective, backend=exact)
+    metric = entropies.detach() if entropy and entropies is not None else None
+    result = prepared_policy_loss(s._replace(logprobs=logprob, entropy=metric), objective, backend=exact)
+    result = with_bonus(result, entropies, s, objective, entropy_coef)
+    return with_logprobs(result, logprob, s.mask)
 
 
-def one_pass_loss(
-    head: Callable[[], Head],
-    leaves: tuple[Tensor, Tensor, Tensor | None],
-    s: Streams,
-    objective: Objective,
-    entropy: bool,
-) -> PolicyLoss:
-    """Compute loss and gradients of ``leaves`` (hidden, weight, bias) together, chunk by chunk. All is checked."""
-    # A weight and an advantage per token. Both are known before any logit is computed.
-    rows = RowLayout(s.old_logprobs, s.cu_seqlens)
-    lengths = rows.sum((torch.ones_like(s.old_logprobs) if s.mask is None else s.mask != 0).double())
-    weight, scale = rows.spread(objective.row_weights(s, lengths).float()), None
-    tokens = s._replace(advantages=rows.spread(s.advantages))
-    if leaves[0].dtype is torch.float16:  # the power of two that brings the largest weight near 1
-        scale = torch.ones((), device=weight.device)
-        if weight.numel():
-            scale = torch.ldexp(torch.ones_like(weight[0]), -torch.frexp(weight.max()).exponent)
-        weight = weight * scale
+def _read(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor | None, entropy: bool, head: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probabilities, and entropies if asked, temperature by temperature."""
+    if temperatures is None:
+        made: Any = linear_logprob(hidden, weight, targets, entropy=entropy, **head)
+        return (made[0], made[1]) if entropy else (made, None)
+    where = [torch.nonzero(temperatures == value)[:, 0] for value in temperatures.unique()]
+    parts, positions = [], head["positions"]
+    for index in where:
+        at = index if positions is None else positions[index]
+        options = head | {"temperature": temperatures[index[0]].item(), "positions": at}
+        parts.append(_read(hidden, weight, targets[index], None, entropy, options))
+    back = torch.cat(where).argsort()
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs)[back], torch.cat(entropies)[back] if entropy else None
 
-    @torch.no_grad()
-    def compute() -> tuple[Gradients, Tensor, Tensor | None]:
-        return _one_pass(head(), tokens, weight, objective, leaves, entropy)
 
-    gradients, logprob, entropies = compute()
-    with torch.no_grad():
-        result = prepared_policy_loss(s._replace(logprobs=logprob, entropy=entropies), objective)
-    attached = _AttachGradients.apply(result.loss, [gradients], lambda: compute()[0], scale, *leaves)
-    return result._replace(loss=attached)
+class _AddInto(torch.autograd.Function):
+    """Passes a weight on, and adds its gradient to ``into`` instead."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, into: Tensor) -> Tensor:
+        ctx.into = into
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.into.add_(grad)
+        return None, None

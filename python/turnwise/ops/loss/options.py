@@ -35,6 +35,7 @@ class Variant:
     kind: ClassVar[int]
     selects: ClassVar[bool] = False  # it selects some tokens before the loss
     by_row: ClassVar[bool] = False  # its ratio belongs to a whole sequence
+    by_batch: ClassVar[bool] = False  # it may look at all tokens of a call
     compiled: ClassVar[bool] = True  # the kernels can compute it; else only the "torch" backend serves it
     weighs_itself: ClassVar[bool] = False  # the weights of a correction are part of its own ratio
     aggregations: ClassVar[tuple[str, ...]] = ()  # those that leave it its meaning; empty: all
@@ -306,7 +307,7 @@ class Custom(Variant):
     Example: ``Custom(lambda logprobs, old_logprobs, advantages: -advantages * (logprobs - old_logprobs).exp())``
     """
 
-    by_row: ClassVar[bool] = True  # it may look at all tokens
+    by_batch: ClassVar[bool] = True
     compiled: ClassVar[bool] = False
     function: Callable[..., Any]
 

@@ -42,9 +42,8 @@ class Objective(NamedTuple):
 
     @property
     def by_row(self) -> bool:
-        """True if a token's loss depends on other tokens' log-probabilities, so that all of them are needed first."""
-        by_sequence = self.correction is not None and self.correction.level == "sequence"
-        return self.variant.by_row or self.variant.selects or by_sequence
+        """True if a token's loss depends on the log-probabilities of its sequence."""
+        return self.variant.by_row or (self.correction is not None and self.correction.level == "sequence")
 
     def row_weights(self, s: Streams, lengths: Tensor) -> Tensor:
         """The weight ``[B]`` float64 of each token in a row, from ``lengths [B]``, the rows' trained tokens."""

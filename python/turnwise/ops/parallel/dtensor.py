@@ -186,14 +186,14 @@ def register_shardings() -> None:
     @register_sharding(torch.ops.turnwise.linear_logprob.default)
     def _(*args: Any) -> list[Any]:
         rows, entropy, positions = Shard(0), args[8], args[4]
-        out = [strategy([whole] * 3, args, {})]
-        if positions is None:
-            out.append(strategy([rows, rows, rows if entropy else whole], args, {0: rows, 2: rows}))
+        out = [strategy([whole] * 4, args, {})]
+        if positions is None and not args[10]:  # kept logits are those of some tokens
+            out.append(strategy([rows, rows, rows if entropy else whole, whole], args, {0: rows, 2: rows}))
         return out
 
     @register_sharding(torch.ops.turnwise.linear_logprob_backward.default)
     def _(*args: Any) -> list[Any]:
-        rows, positions, (need_hidden, need_weight, need_bias) = Shard(0), args[6], args[12:15]
+        rows, positions, (need_hidden, need_weight, need_bias) = Shard(0), args[6], args[13:16]
         out = [strategy([whole] * 3, args, {})]
         if positions is None:
             sums = [Partial() if need else whole for need in (need_weight, need_bias)]

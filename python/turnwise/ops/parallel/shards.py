@@ -1,4 +1,4 @@
-"""The softmax of logits whose columns are split over a group: state of a shard, its combination, its gradient."""
+"""The softmax of logits whose columns are split over a group: the combination of the states of all shards."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from turnwise.ops.logprob import tiles
-from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
+from turnwise.ops.logprob.tiles import Softmax
 from turnwise.ops.parallel.group import GroupRank
 
 
@@ -25,6 +24,7 @@ class Shard(NamedTuple):
     softmax: Softmax
     entropy: bool
     backend: str
+    max_memory: int | None = None  # bytes of a chunk's logits
 
     def owned(self, targets: Tensor) -> Tensor:
         """The tokens whose target is a column of this shard."""
@@ -44,74 +44,6 @@ def shift(softmax: Softmax, targets: Tensor, start: int) -> tuple[Softmax, Tenso
     if ignored is None:
         return softmax, shifted
     return softmax._replace(ignore_index=_IGNORED), shifted.masked_fill(ignored, _IGNORED)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One shard
-# ---------------------------------------------------------------------------------------------------------------------
-def scan(tile: Tile, entropy: bool, backend: str) -> Tensor:
-    """Compute the states ``[1, 4, n]`` of a tile that holds all of the shard's columns."""
-    if backend == "native":
-        state = tiles.new_state(tile.logits.shape[0], tile.logits)
-        tiles.scan(tile, state, entropy)
-        return state[None]
-    if backend == "triton":
-        from turnwise.ops.logprob import triton as logprob_triton
-
-        return logprob_triton.scan(tile, entropy)
-    return _scan_reference(tile)
-
-
-def grad(tile: Tile, upstream: Upstream, backend: str, inplace: bool = False) -> Tensor:
-    """Compute the gradient of a tile's logits, in their dtype; ``inplace`` writes it over them (not for ``torch``)."""
-    if backend == "torch":
-        return _grad_reference(tile, upstream).to(tile.logits.dtype)
-    out = tile.logits if inplace else torch.empty_like(tile.logits, memory_format=torch.contiguous_format)
-    if backend == "native":
-        tiles.grad(tile, upstream, out)
-    else:
-        from turnwise.ops.logprob import triton as logprob_triton
-
-        logprob_triton.grad(tile, upstream, out)
-    return out
-
-
-def _scaled(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """The scaled logits ``x``, 0 where ignored; the tokens that are not; and the derivative of the cap."""
-    kept = tile.targets != tile.ignore
-    logits = tile.logits.to(torch.promote_types(tile.logits.dtype, torch.float32))
-    if tile.bias is not None:
-        logits = logits + tile.bias
-    x = torch.where(kept[:, None], logits, 0.0)
-    if not tile.cap:
-        return x * tile.scale, kept, torch.ones_like(x[:1])
-    t = torch.tanh(x / tile.cap)
-    return tile.cap * tile.scale * t, kept, 1 - t * t
-
-
-def _scan_reference(tile: Tile) -> Tensor:
-    x, _, _ = _scaled(tile)
-    x = x.double()
-    top = x.amax(1)
-    relative = x - torch.where(top == -torch.inf, 0.0, top)[:, None]
-    products = torch.where(relative == -torch.inf, 0.0, relative.exp() * relative)
-    owned = (tile.targets >= 0) & (tile.targets < x.shape[1])
-    picked = x.gather(1, torch.where(owned, tile.targets, 0)[:, None])[:, 0]
-    return torch.stack([top, relative.exp().sum(1), products.sum(1), torch.where(owned, picked, torch.nan)])[None]
-
-
-def _grad_reference(tile: Tile, upstream: Upstream) -> Tensor:
-    x, kept, slope = _scaled(tile)
-    log = x - upstream.lse[:, None]
-    p = log.exp()
-    d = -upstream.grad_logprob[:, None] * p
-    if upstream.entropy is not None and upstream.grad_entropy is not None:
-        finite = torch.where(p == 0, 0.0, log)
-        d = d - upstream.grad_entropy[:, None] * p * (finite + upstream.entropy[:, None])
-    owned = (tile.targets >= 0) & (tile.targets < x.shape[1])
-    index = torch.where(owned, tile.targets, 0)[:, None]
-    d = d.scatter_add(1, index, torch.where(owned, upstream.grad_logprob, 0.0)[:, None].to(d.dtype))
-    return torch.where(kept[:, None], d * slope * tile.scale, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,14 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from turnwise.ops.common.dispatch import select_backend
 from turnwise.ops.common.layout import whole_number
-from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, make_softmax
-from turnwise.ops.logprob.linear_native import Gradients, Head, fill, scan_blocks, spread
+from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_max_memory, make_softmax
+from turnwise.ops.logprob.linear_chunks import Gradients, Head, fill, scan_chunks, spread
 from turnwise.ops.logprob.logprob import check_logits, is_writable
-from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
+from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, kernels
 from turnwise.ops.parallel.group import GroupRank, checksum, exchange, member_of, start_of
-from turnwise.ops.parallel.shards import Shard, combine, grad, scan, shift
-
-_REFERENCE_LOGITS = 1 << 22  # of a chunk of tokens, for backend="torch"
+from turnwise.ops.parallel.shards import Shard, combine, shift
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -29,7 +27,7 @@ class _Logprob(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: Shard, inplace: bool) -> tuple[Tensor, Tensor]:
         tile = _tile(logits, targets, shard)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        logprob, lse, entropy = combine(scan(tile, shard.entropy, shard.backend), tile.targets, shard, dtype)
+        logprob, lse, entropy = combine(kernels(shard.backend).scan(tile, shard.entropy), tile.targets, shard, dtype)
         ctx.shard, ctx.inplace = shard, inplace
         ctx.save_for_backward(logits, targets, lse, entropy)
         ctx.set_materialize_grads(False)
@@ -42,7 +40,9 @@ class _Logprob(torch.autograd.Function):
         upstream = _upstream(lse, grad_logprob, entropy, grad_entropy if ctx.shard.entropy else None)
         tile, backend = _tile(logits, targets, ctx.shard), ctx.shard.backend
         inplace = ctx.inplace and backend != "torch" and is_writable(logits)
-        out = grad(tile, upstream, backend, inplace).view(logits.shape)
+        out = tile.logits if inplace else torch.empty_like(tile.logits, memory_format=torch.contiguous_format)
+        kernels(backend).grad(tile, upstream, out)
+        out = out.view(logits.shape)
         if out.data_ptr() == logits.data_ptr() and out.numel():
             torch.autograd.graph.increment_version(logits)  # so that autograd rejects later uses of the old logits
         return out, None, None, None
@@ -51,7 +51,7 @@ class _Logprob(torch.autograd.Function):
 def _tile(logits: Tensor, targets: Tensor, shard: Shard) -> Tile:
     matrix = logits.detach().reshape(-1, shard.width)
     matrix = matrix if matrix.stride(-1) == 1 or shard.width <= 1 else matrix.contiguous()
-    return Tile(matrix, None, targets.reshape(-1), 0, *shard.softmax.columns)
+    return Tile(matrix, None, targets.reshape(-1), *shard.softmax.columns)
 
 
 def _upstream(lse: Tensor, grad_logprob: Tensor | None, entropy: Tensor, grad_entropy: Tensor | None) -> Upstream:
@@ -174,16 +174,9 @@ class LinearLogprob(torch.autograd.Function):
         shard: Shard,
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
-            head, keep = Head(hidden, weight, targets, bias, positions, shard.softmax, shard.backend).trained()
-            if shard.backend == "torch":
-                states = [scan(tile, True, "torch")[0] for _, _, tile in _reference_tiles(head)]
-                states = states or [torch.empty((4, 0), dtype=torch.float64, device=hidden.device)]
-            else:
-                states = scan_blocks(head, shard.entropy)
-            if shard.backend != "triton":
-                states = [torch.cat(states, 1)[None]]
+            head, keep = head_of(hidden, weight, targets, bias, positions, shard).trained()
             dtype = torch.promote_types(hidden.dtype, torch.float32)
-            results: tuple[Tensor, ...] = combine(states[0], head.targets, shard, dtype)
+            results: tuple[Tensor, ...] = combine(scan_chunks(head, shard.entropy), head.targets, shard, dtype)
         if keep is not None:
             tokens = targets.shape[0]
             results = tuple(spread(x, keep, tokens) if len(x) == len(keep) else x for x in results)
@@ -200,11 +193,11 @@ class LinearLogprob(torch.autograd.Function):
         shard, needs = ctx.shard, ctx.needs_input_grad[:3]
         upstream = _upstream(lse, grad_logprob, entropy, grad_entropy if shard.entropy else None)
         with torch.autocast(hidden.device.type, enabled=False):
-            head, keep = Head(hidden, weight, targets, bias, positions, shard.softmax, shard.backend).trained()
+            head, keep = head_of(hidden, weight, targets, bias, positions, shard).trained()
             wide = torch.promote_types(hidden.dtype, torch.float32)
             gradients = Gradients(head, needs[0], needs[1], needs[2], hidden_dtype=wide)
             upstream = upstream if keep is None else upstream.rows(keep)
-            (_fill_reference if shard.backend == "torch" else fill)(head, gradients, upstream)
+            fill(head, gradients, upstream)
             if gradients.need_hidden:  # each rank has the part of its own columns
                 shard.member.reduce(gradients.hidden)
         leaves = (hidden, weight, bias)
@@ -213,25 +206,11 @@ class LinearLogprob(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _reference_tiles(head: Head) -> Any:
-    """Blocks of tokens with their rows and all logits of the shard, in plain PyTorch."""
-    wide = torch.promote_types(head.hidden.dtype, torch.float32)
-    weight = head.weight.to(wide)
-    for block in head.blocks(max(_REFERENCE_LOGITS // head.vocabulary, 1)):
-        rows = head.rows(block).to(wide)
-        yield block, rows, Tile(rows @ weight.T, head.bias, head.targets[block], 0, *head.softmax.columns)
-
-
-def _fill_reference(head: Head, gradients: Gradients, upstream: Upstream) -> None:
-    weight = torch.zeros_like(gradients.weight, dtype=torch.promote_types(gradients.weight.dtype, torch.float32))
-    for block, rows, tile in _reference_tiles(head):
-        d = grad(tile, upstream.rows(block), "torch")
-        gradients.add_bias(slice(None), d)
-        if gradients.need_hidden:
-            gradients.keep_hidden(block, d @ head.weight.to(d.dtype))
-        if gradients.need_weight:
-            weight += d.T @ rows
-    gradients.weight.copy_(weight)
+def head_of(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, positions: Tensor | None, shard: Shard
+) -> Head:
+    """This rank's part of the head."""
+    return Head(hidden, weight, targets, bias, positions, shard.softmax, shard.backend, shard.max_memory, shard)
 
 
 def vocab_parallel_linear_logprob(
@@ -247,6 +226,7 @@ def vocab_parallel_linear_logprob(
     bias_shard: Tensor | None = None,
     entropy: bool = False,
     positions: Tensor | None = None,
+    max_memory: int | None = None,
     check: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -254,7 +234,7 @@ def vocab_parallel_linear_logprob(
 
     ``weight_shard [V_r, H]`` and ``bias_shard [V_r]`` are this rank's rows, in the order of the ranks; the ``V_r`` may
     differ. ``hidden [N, H]``, ``targets`` and ``positions`` are the same on every rank. Every rank calls, and gets the
-    same result as one process with the whole head. The logits ``[N, V_r]`` exist tile by tile, forward and backward.
+    same result as one process with the whole head. The logits ``[N, V_r]`` exist chunk by chunk, forward and backward.
 
     Gradients are those of one loss, which every rank computes from the same result: ``weight_shard`` and ``bias_shard``
     get their own part, and ``hidden`` gets the whole, which the backward sums over the group in float32. ``group``,
@@ -264,7 +244,8 @@ def vocab_parallel_linear_logprob(
     Example: ``vocab_parallel_linear_logprob(states, lm_head.weight_shard, targets, group=tensor_parallel)``
     """
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
-    options |= {"group": group, "vocab_start": vocab_start, "check": check, "backend": backend}
+    options |= {"group": group, "vocab_start": vocab_start, "max_memory": max_memory, "check": check}
+    options |= {"backend": backend}
     sharded = shard_head(hidden, weight_shard, targets, bias_shard, positions, entropy, **options)
     values, entropies = LinearLogprob.apply(*sharded)
     return (values, entropies) if entropy else values
@@ -282,6 +263,7 @@ def shard_head(
     temperature: float,
     softcap: float | None,
     ignore_index: int | None,
+    max_memory: int | None,
     check: bool,
     backend: str | None,
     also: Callable[[bool], dict[str, Any]] = lambda compare: {},
@@ -299,6 +281,7 @@ def shard_head(
     def validate(compare: bool) -> tuple[dict[str, Any], int]:
         softmax = make_softmax(temperature, softcap, ignore_index)
         check_head(hidden, weight_shard, targets, bias_shard, positions, suffix="_shard")
+        check_max_memory(max_memory)
         _check_start(vocab_start)
         if not compare:
             also(False)
@@ -307,6 +290,7 @@ def shard_head(
             check_id_values("positions", positions, hidden.shape[0])
         leaves = (hidden, weight_shard, bias_shard)
         facts = _facts("vocab_parallel_linear_logprob", softmax, entropy, backend, targets)
+        facts["max_memory"] = max_memory
         facts |= {"hidden": (tuple(hidden.shape), hidden.dtype, hidden.requires_grad), "positions": checksum(positions)}
         facts["requires_grad"] = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
         return facts | also(True), weight_shard.shape[0]
@@ -314,5 +298,5 @@ def shard_head(
     start, widest = _locate(member, weight_shard, targets, vocab_start, ignore_index, check, validate)
     softmax, shifted = shift(make_softmax(temperature, softcap, ignore_index), targets, start)
     width = weight_shard.shape[0]
-    shard = Shard(member, width, widest or width, softmax, entropy, _backend(backend, hidden))
+    shard = Shard(member, width, widest or width, softmax, entropy, _backend(backend, hidden), max_memory)
     return hidden, weight_shard, bias_shard, shifted, positions, shard

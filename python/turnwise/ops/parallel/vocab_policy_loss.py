@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnwise.ops.common.layout import Streams
-from turnwise.ops.logprob.linear_native import Head
 from turnwise.ops.loss.arguments import LossOptions
-from turnwise.ops.loss.linear_policy_loss import check_entropy, one_pass_loss, prepare_packed
+from turnwise.ops.loss.linear_policy_loss import check_entropy, prepare_packed
+from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss, with_logprobs
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
-from turnwise.ops.loss.policy_loss import PolicyLoss, prepared_policy_loss
+from turnwise.ops.loss.policy_loss import prepared_policy_loss
 from turnwise.ops.parallel.group import checksum
-from turnwise.ops.parallel.vocab_logprob import LinearLogprob, shard_head
+from turnwise.ops.parallel.vocab_logprob import LinearLogprob, head_of, shard_head
 
 
 def vocab_parallel_linear_policy_loss(
@@ -46,9 +45,10 @@ def vocab_parallel_linear_policy_loss(
     num_actors: int | None = None,
     max_length: float | None = None,
     selected: Tensor | None = None,
+    max_memory: int | None = None,
     check: bool = False,
     backend: str | None = None,
-) -> PolicyLoss:
+) -> HeadLoss:
     """Compute :func:`linear_policy_loss` of an LM head whose rows are split over the ranks of ``group``.
 
     ``weight_shard [V_r, H]``, ``bias_shard [V_r]``, ``group`` and ``check`` are as in
@@ -81,7 +81,8 @@ def vocab_parallel_linear_policy_loss(
         return {name: checksum(value) if isinstance(value, Tensor) else repr(value) for name, value in given.items()}
 
     head: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "ignore_index": ignore_index}
-    head |= {"group": group, "vocab_start": None, "check": check, "backend": backend, "also": check_loss}
+    head |= {"group": group, "vocab_start": None, "max_memory": max_memory, "check": check, "backend": backend}
+    head["also"] = check_loss
     sharded = shard_head(hidden, weight_shard, targets, bias_shard, positions, entropy, **head)
     states, weight, bias, shifted, _, shard = sharded
     s, objective = prepare_packed(streams, options, targets, check)
@@ -90,10 +91,13 @@ def vocab_parallel_linear_policy_loss(
         s = s._replace(mask=kept if mask is None else (mask != 0) & kept)
     leaves = states, weight, bias
     wanted = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    if wanted and not objective.by_row and shard.backend == "native":
-        whole = functools.partial(Head, states, weight, shifted, bias, positions, shard.softmax, shard=shard)
+    if wanted and states.dtype is not torch.float64:
         with torch.autocast(states.device.type, enabled=False):
-            return one_pass_loss(whole, leaves, s, objective, entropy)
+            with torch.no_grad():
+                whole = head_of(states, weight, shifted, bias, positions, shard)
+                plan = plan_loss(whole, s, objective)
+            if plan is not None:
+                return one_pass_loss(plan, leaves, s, entropy)
     logprob, entropies = LinearLogprob.apply(*sharded)
     s = s._replace(logprobs=logprob, entropy=entropies.detach() if entropy else None)
-    return prepared_policy_loss(s, objective)
+    return with_logprobs(prepared_policy_loss(s, objective), logprob, s.mask)

@@ -173,6 +173,9 @@ class UpdateConfig(OptimizerConfig):
     """Most tokens of one forward pass, ``auto`` by the machine's memory; it changes gradients by rounding alone."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Denominator of the ratio: the sampler's log-probs, or the trainer's before its first update of the batch."""
+    head_memory: int | None = Field(default=None, ge=1)
+    """Most bytes of the head's logits at a time; by default 256 MiB on a CPU, and on a GPU a 64th of its memory, up to
+    1 GiB. Fewer bytes cost time."""
     sequence_layout: Literal["auto", "trie", "packed", "padded"] = "auto"
     """Rows in the forward pass: ``trie`` shares prefixes; ``auto`` tries trie, packed and padded, in this order."""
     max_nonfinite_updates: int = Field(default=3, ge=0)
@@ -185,7 +188,7 @@ class UpdateConfig(OptimizerConfig):
         if self.old_logprobs != "rollout":
             why = "expected 'rollout': the sampler's log-probs are sent"
             yield problem(f"{key}.old_logprobs", why, self.old_logprobs)
-        for name in ("sequence_layout", "micro_batch_tokens", "max_nonfinite_updates"):
+        for name in ("sequence_layout", "micro_batch_tokens", "head_memory", "max_nonfinite_updates"):
             if (value := getattr(self, name)) != getattr(default, name):
                 yield problem(f"{key}.{name}", SERVER_DECIDES, value)
         for policy in run.config.policies:

@@ -9,7 +9,7 @@ right; if its head can't be used alone, log-probabilities are read from the logi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,16 @@ from turnwise.inference.common.hf_model import (
     without_recomputing,
 )
 from turnwise.inference.weights.lora import activated
-from turnwise.train.model.head import Head, ModelInputs, Result, from_hidden, from_logits, in_order, read_tokens
+from turnwise.train.model.head import (
+    Head,
+    ModelInputs,
+    Result,
+    decode,
+    from_hidden,
+    from_logits,
+    in_order,
+    read_tokens,
+)
 from turnwise.train.model.micro_batch import MicroBatch, like_lengths, pad, trial
 from turnwise.train.model.support import causal_lm, facts_of, in_mode, stream_inputs
 from turnwise.types.passes import ENTROPIES, LOGPROBS, Needs, Read
@@ -48,6 +57,13 @@ LAYOUTS = {
 """Layouts by the values of ``update.sequence_layout``."""
 
 
+class Pass(NamedTuple):
+    """One pass of the model, and the indices of the tokens of the micro-batch that it reads."""
+
+    inputs: ModelInputs
+    token: Any
+
+
 class Forward:
     """Computes the log-probabilities that a causal LM gives the completion tokens of a micro-batch.
 
@@ -57,13 +73,16 @@ class Forward:
     be padded, and if log-probs must be read from logits. It replaces SDPA, the library's default attention, by
     ``"turnwise_tree"``, which equals SDPA outside of a stream, and keeps any other attention.
 
-    ``layout`` is one of ``LAYOUTS``; ``dropout`` means that updates run in training mode. Raises ``ValueError`` for a
+    ``layout`` is one of ``LAYOUTS``; ``dropout`` means that updates run in training mode. ``head_memory`` bounds the
+    bytes of the head's logits. Raises ``ValueError`` for a
     required layout, or a training mode, that the model doesn't support. A model on the meta device can't be tested; it
     needs the :meth:`findings` of another process.
     """
 
-    def __init__(self, model: nn.Module, layout: str = "auto", *, dropout: bool = False) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module, layout: str = "auto", *, dropout: bool = False, head_memory: int | None = None
+    ) -> None:
+        self.model, self.head_memory = model, head_memory
         self.fused = self.packed = self.trims = False
         self.trie_share = 0.0
         self._bytes_per_token: float | None = None
@@ -151,7 +170,10 @@ class Forward:
 
         Under a grammar, log-probs, entropies and squares are those of the distribution over the allowed tokens.
         """
-        parts = [(tokens, self._read(head, micro, tokens, needs)) for head, tokens in self._passes(micro)]
+        passes = self._passes(micro)
+        if self.fused:
+            return self._read(self._head(micro, passes), micro, slice(None), needs)
+        parts = [(x.token, self._read(from_logits(self.lm, x.inputs), micro, x.token, needs)) for x in passes]
         return parts[0][1] if self.packed else in_order(*zip(*parts, strict=True))
 
     @property
@@ -160,11 +182,9 @@ class Forward:
         lm = self.lm
         return token_rows(lm) or int(lm.get_output_embeddings().weight.shape[0])
 
-    def _passes(self, micro: MicroBatch) -> Iterator[tuple[Head, Any]]:
-        """Run the model, and yield its head with the indices of the tokens of ``micro`` that the head reads.
-
-        A stream takes one pass, padded rows one for each group of rows of similar length.
-        """
+    def _passes(self, micro: MicroBatch) -> Iterator[Pass]:
+        """Yield the passes of the model. A stream takes one, padded rows one for each group of rows of similar
+        length."""
         if self._rope_limit is not None and max(micro.lengths, default=0) > self._rope_limit:
             raise ValueError(
                 f"a row of {max(micro.lengths)} tokens: {type(self.lm).__name__} changes the frequencies of its "
@@ -173,9 +193,7 @@ class Forward:
         columns = tuple(micro.columns.values())
         if self.packed:
             others = stream_inputs(self.lm, micro.position_ids_T, micro.lengths, micro.tree)
-            shared = micro.tree is not None
-            inputs = ModelInputs(micro.token_ids_T[None], others, micro.source_N, shared, columns)
-            yield self._run(inputs), slice(None)
+            yield Pass(ModelInputs(micro.token_ids_T[None], others, micro.source_N, columns), slice(None))
             return
         assert micro.tree is None, "a model that needs padded rows got a trie"
         for group in like_lengths(micro.lengths):
@@ -183,10 +201,18 @@ class Forward:
             at = block.row * block.input_ids.shape[1] + block.column
             mask = {"attention_mask": block.attention_mask}
             padded = tuple(column.padded(block.place) for column in columns)
-            yield self._run(ModelInputs(block.input_ids, mask, at, columns=padded)), block.token
+            yield Pass(ModelInputs(block.input_ids, mask, at, padded), block.token)
 
-    def _run(self, inputs: ModelInputs) -> Head:
-        return from_hidden(self.lm, inputs, trims=self.trims) if self.fused else from_logits(self.lm, inputs)
+    def _head(self, micro: MicroBatch, passes: Iterable[Pass]) -> Head:
+        """Run the decoder, and return a head that reads all tokens of ``micro``."""
+        states: list[Tensor] = []
+        at_N, count = torch.empty_like(micro.source_N), 0
+        for inputs, tokens in passes:
+            states.append(decode(self.lm, inputs, trims=self.trims))
+            at_N[tokens] = inputs.at + count
+            count += len(states[-1])
+        hidden = states[0] if len(states) == 1 else torch.cat(states)
+        return from_hidden(self.lm, hidden, at_N, repeated=micro.tree is not None, max_memory=self.head_memory)
 
     def _read(self, head: Head, micro: MicroBatch, tokens: Any, needs: Needs) -> Read:
         """Read ``tokens``, indices among those of ``micro``."""

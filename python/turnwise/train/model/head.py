@@ -1,14 +1,15 @@
 """Reads a model's head: log-probs of tokens, entropies, other tokens, and what else the terms of a loss need of a pass.
 
-A head reads the last hidden states (:func:`from_hidden`), or the logits of a model whose head can't be used alone
-(:func:`from_logits`). Under a grammar, the distribution is the one from which constrained tokens are drawn:
-``log_softmax(logits / temperature)`` over the allowed tokens alone, so a token without an alternative has exactly 0.
+A head reads the last hidden states (:func:`from_hidden`), which the decoder makes (:func:`decode`), or the logits of a
+model whose head can't be used alone (:func:`from_logits`). Under a grammar, the distribution is the one from which
+constrained tokens are drawn: ``log_softmax(logits / temperature)`` over the allowed tokens alone, so a token without an
+alternative has exactly 0.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from turnwise.inference.common.hf_model import last_mlp_at, recomputes, token_rows, vocabulary_size
 from turnwise.inference.common.token_masks import unpack_masks
-from turnwise.ops import linear_logprob, logprob
+from turnwise.ops import HeadLoss, linear_logprob, linear_policy_loss, logprob
 from turnwise.train.model.support import softcap_of
 from turnwise.types import Column
 from turnwise.types.passes import Needs, Read
@@ -31,24 +32,25 @@ Result = tuple[Tensor, Tensor | None]  # log-probs [n] and, on request, entropie
 
 class ModelInputs(NamedTuple):
     """Inputs of the model: ``input_ids [b, T]`` and other arguments. ``at [n]`` are the positions to read, of
-    ``b * T``; in a trie siblings read the same ones (``repeated``). ``columns`` watch the pass."""
+    ``b * T``. ``columns`` watch the pass."""
 
     input_ids: Tensor
     others: dict[str, Any]
     at: Tensor
-    repeated: bool = False
     columns: tuple[Column, ...] = ()
 
 
 class Head(NamedTuple):
     """Reads tokens by their indices: their log-probs, the logits ``[n, V]`` that predict them, or those ``[n, k]`` of
-    the given ids ``[n, k]``; and the hidden states ``[n, H]`` of all tokens before them."""
+    the given ids ``[n, k]``; and the hidden states ``[n, H]`` of all tokens before them. ``loss`` reads all tokens at
+    their temperatures into a loss; ``None`` for a head that reads logits."""
 
     read: Callable[[Any, Tensor, float, bool], Result]
     logits: Callable[[Tensor], Tensor]
     logits_of: Callable[[Tensor], Tensor]
     hidden: Callable[[], Tensor]
     vocabulary: int
+    loss: Callable[[Tensor, Tensor, Mapping[str, Any]], HeadLoss] | None = None
 
 
 def read_tokens(
@@ -62,7 +64,10 @@ def read_tokens(
     """Read tokens with ``head``; those with an index into ``masks_UW`` under their grammars."""
     grammars = (masks_UW, mask_index_n)
     read: dict[str, Any] = {"logprobs_N": None}
-    if needs.logprobs:
+    in_one = _loss_in_one(head, targets_n, temperature_n, mask_index_n, needs)
+    if in_one is not None:
+        read |= {"logprobs_N": in_one.logprobs, "loss": in_one}
+    elif needs.logprobs or needs.loss is not None:
         logprobs, entropies = read_targets(head, targets_n, temperature_n, *grammars, entropy=needs.entropy)
         read |= {"logprobs_N": logprobs, "entropies_N": entropies}
     if needs.squares:
@@ -78,6 +83,17 @@ def read_tokens(
     if needs.top_k:
         read |= _read_top(head, temperature_n, needs)
     return Read(**read)
+
+
+def _loss_in_one(
+    head: Head, targets_n: Tensor, temperature_n: Tensor, mask_index_n: Tensor | None, needs: Needs
+) -> HeadLoss | None:
+    """Compute the needed loss with the head's log-probs; ``None`` if tokens are under grammars."""
+    if needs.loss is None or needs.logprobs or head.loss is None:
+        return None
+    if mask_index_n is not None and bool((mask_index_n >= 0).any()):
+        return None
+    return head.loss(targets_n, temperature_n, needs.loss)
 
 
 @torch.no_grad()
@@ -130,44 +146,72 @@ def joined(parts: Sequence[Tensor | None], where: Sequence[Tensor]) -> Tensor | 
     return torch.cat(given)[torch.cat(list(where)).argsort()] if given else None
 
 
-def from_hidden(lm: Any, inputs: ModelInputs, *, trims: bool) -> Head:
-    """Run the decoder, and return a head that reads its last hidden states. With ``trims`` the last MLP runs only at
-    the positions that are read."""
-    decoder, head_layer = lm.get_decoder(), lm.get_output_embeddings()
+def decode(lm: Any, inputs: ModelInputs, *, trims: bool) -> Tensor:
+    """Run the decoder, and return its last hidden states ``[b * T, H]``. With ``trims`` the last MLP runs only at the
+    positions that are read."""
+    decoder = lm.get_decoder()
     # Gradient checkpointing repeats the layers in the backward pass, outside of this block.
     last = inputs.at.unique() if trims and not recomputes(lm) else None
     with nullcontext() if last is None else last_mlp_at(decoder, last), watched(lm, inputs.columns, last):
         output = decoder(input_ids=inputs.input_ids, use_cache=False, **inputs.others)
-    hidden = output.last_hidden_state.flatten(0, 1)
+    hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+    return hidden
 
+
+def from_hidden(lm: Any, hidden: Tensor, at_N: Tensor, *, repeated: bool, max_memory: int | None = None) -> Head:
+    """Return a head that reads last hidden states ``[M, H]`` at the positions ``at_N``.
+
+    In a trie siblings read the same positions (``repeated``). ``max_memory`` bounds the bytes of logits.
+    """
+    head_layer = lm.get_output_embeddings()
     # Taken here, as a sharded model's head is whole only during its pass.
     weight, bias, softcap = head_layer.weight, head_layer.bias, softcap_of(lm)
     if (rows := token_rows(lm)) is not None:  # the others are no tokens
         weight, bias = weight[:rows], None if bias is None else bias[:rows]
+    options = {"bias": bias, "softcap": softcap, "max_memory": max_memory}
 
     def logits(which: Tensor) -> Tensor:
-        raw = nn.functional.linear(hidden[inputs.at[which]], weight, bias)
+        raw = nn.functional.linear(hidden[at_N[which]], weight, bias)
         return raw if softcap is None else softcap * torch.tanh(raw / softcap)
 
     def logits_of(ids: Tensor) -> Tensor:
-        raw = (wide(hidden[inputs.at])[:, None] * wide(weight[ids])).sum(-1)
+        raw = (wide(hidden[at_N])[:, None] * wide(weight[ids])).sum(-1)
         raw = raw if bias is None else raw + bias[ids]
         return raw if softcap is None else softcap * torch.tanh(raw / softcap)
 
+    def places(at: Tensor, targets: Tensor, heat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Siblings that read the same position at the same temperature, and have the same target, share one log-prob:
+        return each once, and which of them each token reads."""
+        if not repeated:
+            return at, targets, heat, None
+        distinct, which = heat.unique(return_inverse=True)
+        keys, read_by = ((at * weight.shape[0] + targets) * len(distinct) + which).unique(return_inverse=True)
+        if len(keys) == len(at):
+            return at, targets, heat, None
+        pairs, which = keys // max(len(distinct), 1), keys % max(len(distinct), 1)
+        return pairs // weight.shape[0], pairs % weight.shape[0], distinct[which], read_by
+
     def read(which: Any, targets: Tensor, temperature: float, entropy: bool) -> Result:
-        at, pair_of = inputs.at[which], None
-        if inputs.repeated:
-            # Siblings that read the same position and have the same target share one log-prob.
-            vocabulary = weight.shape[0]
-            pairs, pair_of = (at * vocabulary + targets).unique(return_inverse=True)
-            at, targets = pairs // vocabulary, pairs % vocabulary
-        options = {"bias": bias, "positions": at, "temperature": temperature, "entropy": entropy}
-        logprobs, entropies = _pair(linear_logprob(hidden, weight, targets, softcap=softcap, **options))
+        at = at_N[which]
+        at, targets, _, pair_of = places(at, targets, torch.ones_like(at))
+        made = linear_logprob(
+            hidden, weight, targets, positions=at, temperature=temperature, entropy=entropy, **options
+        )
+        logprobs, entropies = _pair(made)
         if pair_of is None:
             return logprobs, entropies
         return logprobs[pair_of], None if entropies is None else entropies[pair_of]
 
-    return Head(read, logits, logits_of, lambda: hidden[inputs.at], vocabulary_size(lm))
+    def loss(targets: Tensor, temperature_N: Tensor, arguments: Mapping[str, Any]) -> HeadLoss:
+        at, targets, temperature, pair_of = places(at_N, targets, temperature_N)
+        into = arguments.get("grad_into")
+        into = None if into is None else {"grad_into": into[: weight.shape[0]]}
+        return linear_policy_loss(
+            hidden, weight, targets, positions=at, reads=pair_of, temperature=temperature,
+            **{**options, **arguments, **(into or {})},
+        )  # fmt: skip
+
+    return Head(read, logits, logits_of, lambda: hidden[at_N], vocabulary_size(lm), loss)
 
 
 @contextmanager

@@ -197,6 +197,7 @@ def build_policies(
             with_reference=config.loss.kl.coef > 0 and config.policies[name].trainable,
             reference=(references or {}).get(name),
             layout=config.update.sequence_layout,
+            head_memory=config.update.head_memory,
             dropout=config.policies[name].dropout,
         )
         for name, model in models.items()

@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +48,8 @@ class Policy:
     ``with_reference`` makes one of the starting weights: for an adapter its base with adapters off.
     ``total_steps`` is the planned number of updates, over which the learning rate falls; a run, where steps may have
     fewer, calls :meth:`follow_run`. ``layout`` is the rows' layout in the forward pass (a key of
-    ``turnwise.train.model.forward.LAYOUTS``). Updates use dropout only if ``dropout`` is set; the sampler uses none.
+    ``turnwise.train.model.forward.LAYOUTS``). ``head_memory`` bounds the bytes of the head's logits. Updates use
+    dropout only if ``dropout`` is set; the sampler uses none.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Policy:
         reference: nn.Module | None = None,
         layout: str = "auto",
         dropout: bool = False,
+        head_memory: int | None = None,
     ) -> None:
         self.name = name
         self.model = model
@@ -87,8 +90,10 @@ class Policy:
         self.model.requires_grad_(trainable)
         self.dropout = dropout
         self._set_mode(dropout)
-        self.forward: Any = Forward(model, layout, dropout=dropout and trainable)
-        self.reference_forward: Any = None if self.reference is None else Forward(self.reference, layout)
+        self.forward: Any = Forward(model, layout, dropout=dropout and trainable, head_memory=head_memory)
+        self.reference_forward: Any = (
+            None if self.reference is None else Forward(self.reference, layout, head_memory=head_memory)
+        )
         self.optimizer: torch.optim.AdamW | None = None
         self._config, self._place = config, RunPlace(total_steps)
         self.masters = MasterWeights(())
@@ -135,8 +140,21 @@ class Policy:
 
     def read(self, micro: MicroBatch, needs: Needs = LOGPROBS) -> Read:
         """Return what is needed of each packed completion token (:class:`~turnwise.types.passes.Read`)."""
+        if needs.loss is not None:
+            needs = replace(needs, loss={**needs.loss, "grad_into": self._head_gradient()})
         read: Read = self.forward.read(micro, needs)
         return read._replace(reference_N=self.reference_logprobs(micro)) if needs.reference else read
+
+    def _head_gradient(self) -> Tensor | None:
+        """Return the gradient ``[V, H]`` of the head's master, to which the loss adds its own; ``None`` without one."""
+        lm = causal_lm(self.model if self.base is None else self.base.model)
+        weight = lm.get_output_embeddings().weight
+        master = self.masters.of(weight)
+        if master is weight or not weight.requires_grad:
+            return None
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        return master.grad
 
     def logprobs(self, micro: MicroBatch, entropy: bool = False) -> Any:
         """Return log-probs ``[N]``; with ``entropy`` a pair of them and the entropies ``[N]``."""

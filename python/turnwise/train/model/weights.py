@@ -122,9 +122,10 @@ class MasterWeights:
         self.trained.clear()
 
     def take_gradient(self, parameter: nn.Parameter) -> None:
-        """Add the gradient of a parameter to its master's."""
+        """Add the gradient of a parameter to its master's. It has none if the loss has added it there already."""
         master = self._narrow[id(parameter)][1]
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return
         if master.grad is None:
             master.grad = parameter.grad.float()
         else:

@@ -20,7 +20,7 @@ from turnwise.arena.stages.stage import Stage
 from turnwise.settings.section import RunFacts, Section
 from turnwise.train.terms.term import Term
 from turnwise.types import GenerateResult, GroupedCredit, RowColumn, Sample, TrainingBatch
-from turnwise.types.passes import Needs
+from turnwise.types.passes import NOTHING, Needs
 from turnwise.utils.values import problem
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class OptimalTokenBaseline(Term):
     name = "baseline"
     effect = "replaces"
     settings = MappingProxyType({"loss": BaselineSettings})
+    needs = NOTHING
 
     def is_on(self, config: Any) -> bool:
         on: bool = config.baseline == "optimal_token"

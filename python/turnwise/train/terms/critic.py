@@ -48,7 +48,7 @@ class Critic(Term):
     effect = "replaces"
     after = ("masks",)
     trains_alone = True
-    needs = Needs(hidden=True)
+    needs = Needs(logprobs=False, hidden=True)
     old_values: Tensor
     returns: Tensor
 

@@ -15,20 +15,17 @@ from typing import Any
 
 from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
-from turnwise.train.terms.term import Added, Part, Term
-from turnwise.types.passes import ENTROPIES, Read
+from turnwise.train.terms.term import Part, Term
+from turnwise.types.passes import Needs, Read
 from turnwise.utils.values import problem
 
 
 class EntropyBonus(Term):
-    """Takes ``coefficient * entropy`` from the loss, aggregated as it is.
-
-    The op of the policy loss has no gradient of entropies, so the bonus is added outside of it.
-    """
+    """Takes ``coefficient * entropy`` from the loss, aggregated as it is. The policy loss computes it."""
 
     name = "entropy"
     after = ("policy_loss",)
-    needs = ENTROPIES
+    needs = Needs(logprobs=False, entropy=True)
     coef: float | None = None
     """The adaptive coefficient, once it has changed."""
     start: float | None = None
@@ -78,10 +75,8 @@ class EntropyBonus(Term):
             coef += config.entropy_step if entropy < config.entropy_target else -config.entropy_step
         self.coef, self.start, self.last = max(coef, 0.0), config.entropy_coef, entropy
 
-    def loss(self, read: Read, part: Part) -> Added | None:
-        if not self.present or read.entropies_N is None:
-            return None
-        return Added(-self.present * part.aggregate(read.entropies_N))
+    def arguments(self, read: Read, part: Part) -> dict[str, Any]:
+        return {"entropy_coef": self.present}
 
     def metrics(self, measured: Mapping[str, float], rows: int) -> dict[str, float]:
         if self.config.entropy_target is None or "entropy" not in measured:

@@ -33,7 +33,7 @@ class KLTerm(Term):
 
     name = "kl"
     before = ("policy_loss",)  # which computes it
-    needs = Needs(reference=True)
+    needs = Needs(logprobs=False, reference=True)
     coef: float | None = None
     """The adaptive coefficient, once it has changed."""
     start: float | None = None

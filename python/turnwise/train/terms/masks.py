@@ -16,6 +16,7 @@ from turnwise.train.config.optimization import LossConfig, MasksConfig
 from turnwise.train.model.micro_batch import MicroBatch, joined_cu_seqlens
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.term import Part, Term
+from turnwise.types.passes import NOTHING
 from turnwise.utils.values import problem
 
 CRITERIA = {f"{level}-{estimator}": (level, estimator) for level in LEVELS for estimator in ESTIMATORS}
@@ -27,6 +28,7 @@ class Masks(Term):
 
     name = "masks"
     effect = "masks"
+    needs = NOTHING  # its passes are its own
     before = ("policy_loss", "critic")  # whose sums count the tokens that are left
 
     def is_on(self, config: LossConfig) -> bool:

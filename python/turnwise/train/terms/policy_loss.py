@@ -19,7 +19,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.terms.loss_types import make_variant
 from turnwise.train.terms.term import Part, Term
 from turnwise.types.columns import TOKEN_ADVANTAGES
-from turnwise.types.passes import ENTROPIES, Read
+from turnwise.types.passes import Needs, Read
 from turnwise.utils.values import problem
 
 ESS, MEAN, SQUARE = "ess", "importance_weight", "importance_weight_square"
@@ -32,7 +32,7 @@ class PolicyLossTerm(Term):
 
     name = "policy_loss"
     effect = "computes"
-    needs = ENTROPIES
+    needs = Needs(logprobs=False, entropy=True)
 
     def problems(self, run: RunFacts) -> Iterator[str]:
         if run.config.loss.importance_correction is not None and run.config.update.old_logprobs != "recompute":
@@ -105,26 +105,38 @@ class PolicyLossTerm(Term):
         )
         return list(chosen.split([len(micro.mask_N) for micro in micros]))
 
-    def compute(self, read: Read, part: Part, arguments: Mapping[str, Any]) -> PolicyLoss:
-        """Return loss, gradient and metrics. Tokens outside of ``part.kept_N`` have an advantage of 0.
+    def head_arguments(self, part: Part, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with which the head makes the loss, given those of all terms.
 
-        The op also gets the sampler's log-probs unless they are the old ones themselves.
+        Tokens outside of ``part.kept_N`` have an advantage of 0. The op also gets the sampler's log-probs unless they
+        are the old ones themselves.
         """
         micro, old_N = part.micro, part.old_logprobs_N
         advantages = micro.advantages_N if TOKEN_ADVANTAGES in micro.columns else micro.advantages_B
-        out = policy_loss(
-            read.logprobs_N,
-            old_N,
-            advantages if part.kept_N is None else micro.advantages_N * part.kept_N,
-            variant=self.variant,
-            correction=self.correction,
-            rollout_logprobs=None if old_N is micro.rollout_logprobs_N else micro.rollout_logprobs_N,
-            entropy=None if read.entropies_N is None else read.entropies_N.detach(),
-            selected=part.selected_N,
+        return {
+            "old_logprobs": old_N,
+            "advantages": advantages if part.kept_N is None else micro.advantages_N * part.kept_N,
+            "variant": self.variant,
+            "correction": self.correction,
+            "rollout_logprobs": None if old_N is micro.rollout_logprobs_N else micro.rollout_logprobs_N,
+            "entropy": True,
+            "selected": part.selected_N,
             **arguments,
             **part.layout,
-        )
-        return with_moments(out, micro, old_N, self.correction, len(self.actors))
+        }
+
+    def compute(self, read: Read, part: Part, arguments: Mapping[str, Any]) -> PolicyLoss:
+        """Return loss, gradient and metrics: those that the pass made, or made here from its log-probs."""
+        if read.loss is not None:
+            out = PolicyLoss(*read.loss[:3])
+        else:
+            options, entropies_N = self.head_arguments(part, arguments), read.entropies_N
+            coef = options.pop("entropy_coef", 0.0)
+            options["entropy"] = None if entropies_N is None else entropies_N.detach()
+            out = policy_loss(read.logprobs_N, **options)
+            if coef:
+                out = out._replace(loss=out.loss - coef * part.aggregate(entropies_N))
+        return with_moments(out, part.micro, part.old_logprobs_N, self.correction, len(self.actors))
 
     def token_weights(self, part: Part) -> Tensor:
         """Return the weight ``[N]`` float32 with which each token's loss enters the loss; 0 for masked tokens."""

@@ -24,7 +24,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.model.support import causal_lm
 from turnwise.train.terms.term import Part, Term
 from turnwise.types import TrainingBatch
-from turnwise.types.passes import LOGPROBS, Needs, Read
+from turnwise.types.passes import NOTHING, Needs, Read
 from turnwise.utils.values import problem
 
 TERMS = (
@@ -84,7 +84,7 @@ class Terms:
     @property
     def needs(self) -> Needs:
         """What all terms need of a pass, without the ids of other tokens."""
-        return reduce(or_, (term.needs for term in self.on), LOGPROBS)
+        return reduce(or_, (term.needs for term in self.on), NOTHING)
 
     @property
     def weights(self) -> dict[str, str]:
@@ -109,14 +109,23 @@ class Terms:
         return parts
 
     def read(self, policy: Policy, part: Part) -> Read:
-        """Make the pass of a micro-batch that the terms need."""
+        """Make the pass of a micro-batch that the terms need. If none needs log-probs with a gradient, the pass makes
+        the policy loss."""
         ids = [found for term in self.on if (found := term.others(policy, part)) is not None]
         assert len(ids) <= 1, "two terms read other tokens: join their ids"
-        return policy.read(part.micro, replace(self.needs, others_Nk=ids[0] if ids else None))
+        needs = replace(self.needs, others_Nk=ids[0] if ids else None, reference=False)
+        reference_N = policy.reference_logprobs(part.micro) if self.needs.reference else None
+        if not needs.logprobs:
+            arguments = self._arguments(Read(None, reference_N=reference_N), part)
+            needs = replace(needs, loss=self["policy_loss"].head_arguments(part, arguments))
+        return policy.read(part.micro, needs)._replace(reference_N=reference_N)
+
+    def _arguments(self, read: Read, part: Part) -> dict[str, Any]:
+        return {key: value for term in self.on for key, value in term.arguments(read, part).items()}
 
     def loss(self, read: Read, part: Part) -> tuple[PolicyLoss, Tensor]:
         """Return the loss of a micro-batch with its metrics, and the sum whose gradient trains."""
-        arguments = {key: value for term in self.on for key, value in term.arguments(read, part).items()}
+        arguments = self._arguments(read, part)
         computing = self["policy_loss"]
         out = computing.compute(read, part, arguments)
         apart: list[Tensor] = []

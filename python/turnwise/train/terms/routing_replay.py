@@ -23,6 +23,7 @@ from turnwise.settings.section import Section
 from turnwise.train.terms.term import Term
 from turnwise.types import Column, GenerateResult, Sample
 from turnwise.types.columns import Places, Stream
+from turnwise.types.passes import NOTHING
 
 if TYPE_CHECKING:
     from turnwise.inference.common.routed_experts import Routers
@@ -143,6 +144,7 @@ class RoutingReplay(Term):
     effect = None
     settings = MappingProxyType({"rollout": ReplaySettings})
     requires = MappingProxyType({NAME: KEY})
+    needs = NOTHING
 
     def stages(self, config: Any, learner: Any) -> Iterator[Stage]:
         yield ExpertsToReplay()

@@ -87,7 +87,8 @@ class Term:
     trains_alone: ClassVar[bool] = False
     """True if it trains an attempt that credit compares with no other."""
     needs: Needs = LOGPROBS
-    """What it needs of each pass."""
+    """What it needs of each pass. The head makes the policy loss in one pass over its logits if no term needs log-probs
+    with a gradient, so a term whose loss reads none has ``NOTHING`` here, or ``Needs(logprobs=False, ...)``."""
     config: Any
     """The section ``loss`` of the config, which each method gets that takes a ``config`` and says nothing else."""
     actors: Sequence[str]
@@ -150,7 +151,8 @@ class Term:
         return None
 
     def arguments(self, read: Read, part: Part) -> dict[str, Any]:
-        """Return its arguments of :func:`turnwise.ops.policy_loss`."""
+        """Return its arguments of :func:`turnwise.ops.linear_policy_loss`, such as ``kl``. ``read`` has the reference's
+        log-probs; the others are there only for a term that needs them."""
         return {}
 
     def loss(self, read: Read, part: Part) -> Added | None:

@@ -92,10 +92,10 @@ def accumulate(
         part = min(parts, key=lambda each: each.micro.num_tokens) if index is None else parts[index]
         with explain_out_of_memory(part.micro):
             read = terms.read(policy, part)
-            if index is None:  # the other ranks have one more micro-batch
-                (0.0 * read.logprobs_N.sum()).backward()
-                continue
             out, whole = terms.loss(read, part)
+            if index is None:  # the other ranks have one more micro-batch
+                (0.0 * whole).backward()
+                continue
             whole.backward()
         log.add_micro(out, part, read.logprobs_N.detach())
 
