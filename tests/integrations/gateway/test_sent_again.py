@@ -276,6 +276,15 @@ def test_an_odd_body_is_read_as_json_says(text):
     )
 
 
+def test_equal_requests_have_one_digest_whatever_came_before():
+    bodies = Bodies()
+    for count in (2, 2, 3, 3, 2, 1, 4):
+        text = json.dumps({"messages": [{"role": "user", "content": f"{place}"} for place in range(count)]}).encode()
+        body, beginning = parse_body(text, bodies.beginning(text))
+        bodies.keep(beginning)
+        assert body.digest() == parse_body(text)[0].digest()
+
+
 @pytest.mark.parametrize(
     ("items", "cuts"),
     [

@@ -240,7 +240,7 @@ class Answerer:
             self._decide_end(request)
             answer = completed.choices[0].message()
             chat = request.carried.followed([], [answer])
-            if request.continues_answer:
+            if request.continues_answer and request.carried[-1:] and request.carried[-1]["role"] == "assistant":
                 chat = Prefix.of_messages(with_answer(request.carried, answer))
             endpoint.earlier.chats[completed.id] = chat, request.tools
             endpoint.kept = max(endpoint.kept, request.size)
