@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
+from turnwise.ops.common import dispatch as backends
 from turnwise.ops.logprob import linear_chunks
 
 from .conftest import TARGETS
@@ -230,6 +231,18 @@ def test_the_logits_of_the_trained_tokens_are_made_once(logits_made, frozen) -> 
     given = make(7)
     run(given, CPU, frozen=frozen)
     assert sum(logits_made) == int(given["mask"].sum()) * VOCABULARY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_the_compiled_module_one_pass_runs_on_plain_pytorch(monkeypatch, logits_made, dtype) -> None:
+    """By chunks too, while ``backend="torch"`` is the reference, which can be differentiated twice."""
+    given = make(3, dtype, variant=ops.SAPO(), kl=ops.KL("k2", 0.1), entropy=True, entropy_coef=0.1)
+    monkeypatch.setattr(backends, "extension", None)
+    monkeypatch.setattr(backends, "extension_error", "left out")
+    monkeypatch.setattr(backends, "_warned", {"cpu"})  # that plain PyTorch serves
+    got = run(given, CPU._replace(backend=None))
+    assert sum(logits_made) == int(given["mask"].sum()) * VOCABULARY and max(logits_made) == 8 * VOCABULARY
+    assert_same(got, run(given), 5e-6 if dtype is torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])

@@ -64,7 +64,9 @@ def cut_shared(reads: Tensor, counts: list[int], temperatures: list[float | None
 
     The first ``counts[0]`` rows have the first of ``temperatures``, and so on; a chunk has one.
     """
-    cuts, heats, begin = [], [], 0
+    cuts: list[slice] = []
+    heats: list[float | None] = []
+    begin = 0
     for count, temperature in zip(counts, temperatures, strict=True):
         of_group = [slice(i, min(i + rows, begin + count)) for i in range(begin, begin + count, rows)]
         cuts, heats, begin = [*cuts, *of_group], [*heats, *[temperature] * len(of_group)], begin + count
@@ -72,7 +74,7 @@ def cut_shared(reads: Tensor, counts: list[int], temperatures: list[float | None
     edges = torch.tensor([0, *(cut.stop for cut in cuts)], device=reads.device)
     ends = torch.searchsorted(reads[order].contiguous(), edges).tolist()
     chunks = []
-    for cut, heat, start, stop in zip(cuts, heats, ends, ends[1:], strict=False):
+    for cut, heat, start, stop in zip(cuts, heats, ends[:-1], ends[1:], strict=True):
         tokens = order[start:stop]
         chunks.append(Chunk(cut, tokens, reads[tokens] - cut.start, [0, stop - start], heat))
     return chunks
@@ -188,7 +190,7 @@ def _gradient(plan: Plan, logprob: Tensor, chunk: Chunk) -> Tensor:
     with torch.enable_grad():
         tokens = pick(plan.streams, chunk.tokens)._replace(
             logprobs=leaf if chunk.row is None else leaf[chunk.row],
-            cu_seqlens=torch.tensor(chunk.bounds, device=device),
+            cu_seqlens=_boundaries(chunk.bounds, device),
             normalizer=torch.ones((), device=device),
             actor_ids=None,
         )
@@ -198,6 +200,12 @@ def _gradient(plan: Plan, logprob: Tensor, chunk: Chunk) -> Tensor:
         return torch.autograd.grad(loss, leaf)[0] * weights
     each = torch.autograd.grad(loss, tokens.logprobs)[0] * weights
     return torch.zeros_like(leaf).index_put_((chunk.row,), each, accumulate=True)  # adds in a fixed order
+
+
+def _boundaries(bounds: list[int], device: torch.device) -> Tensor:
+    if len(bounds) == 2:  # made on the device; copying the numbers to a GPU would wait
+        return torch.arange(0, bounds[1] + 1, bounds[1], device=device)
+    return torch.tensor(bounds, device=device)
 
 
 def _entropy_gradient(plan: Plan, entropy: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor] | tuple[None, None]:
