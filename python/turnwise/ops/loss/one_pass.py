@@ -140,8 +140,9 @@ def make_plan(
         return None
     # Leave out what does not train.
     mask, keep = s.mask, None
-    if reads is not None and mask is not None:
-        mask = torch.zeros(whole.tokens, dtype=torch.bool, device=reads.device).index_fill_(0, reads[mask != 0], True)
+    if reads is not None and reads.is_cpu:
+        read = reads if mask is None else reads[mask != 0]
+        mask = torch.zeros(whole.tokens, dtype=torch.bool).index_fill_(0, read.long(), True)
     head, kept_logits = whole.trained(mask)
     lengths = None
     if kept_logits is not None:
@@ -182,10 +183,12 @@ def _capturing(s: Streams) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 def _gradient(plan: Plan, logprob: Tensor, chunk: Chunk) -> Tensor:
     """The gradient of the loss with respect to the log-probabilities ``[m]`` of a chunk's rows of logits."""
+    if not chunk.bounds[-1]:  # no token reads these rows
+        return torch.zeros_like(logprob)
     # The weights have the aggregation: the loss of a chunk is a plain sum.
     aggregation = find_aggregation("token-mean", None, None)
     alone = plan.objective._replace(aggregation=aggregation, num_actors=0, max_length=None)
-    device = logprob.device
+    device, weights = logprob.device, plan.weights[chunk.tokens]
     leaf = logprob.detach().requires_grad_()
     with torch.enable_grad():
         tokens = pick(plan.streams, chunk.tokens)._replace(
@@ -195,7 +198,6 @@ def _gradient(plan: Plan, logprob: Tensor, chunk: Chunk) -> Tensor:
             actor_ids=None,
         )
         loss = prepared_policy_loss(tokens, alone).loss
-    weights = plan.weights[chunk.tokens]
     if chunk.row is None:
         return torch.autograd.grad(loss, leaf)[0] * weights
     each = torch.autograd.grad(loss, tokens.logprobs)[0] * weights
