@@ -89,7 +89,7 @@ def policy_of(model: Any, batch: TrainingBatch, update: UpdateConfig, forward: C
     policy.forward = forward(model)
     with torch.no_grad():
         for micro in micro_batches(batch, np.arange(len(batch)), update.micro_batch_tokens):
-            batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro.to(policy.device)).float().cpu().numpy()
+            batch.target_logprobs[micro.token_N] = policy.logprobs(micro.to(policy.device)).float().cpu().numpy()
     return policy
 
 
@@ -192,7 +192,7 @@ def batch_of(prompts: list[list[int]], drawn: list[Any]) -> TrainingBatch:
     masks = [np.repeat(np.array([0, 1], np.uint8), [len(p), len(each.completion_token_ids)]) for p, each in rows]
     logprobs = [np.array([*([0.0] * len(p)), *each.logprobs], np.float32) for p, each in rows]
     zeros = np.zeros(len(rows), np.int64)
-    return TrainingBatch(
+    return TrainingBatch.of_rows(
         token_ids=np.concatenate(parts), cu_seqlens=np.cumsum([0, *map(len, parts)]), loss_mask=np.concatenate(masks),
         rollout_logprobs=np.concatenate(logprobs), advantages=np.ones(len(rows), np.float32),
         rewards=np.zeros(len(rows), np.float32), temperatures=np.ones(len(rows), np.float32), actor_index=zeros,

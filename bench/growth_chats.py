@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from arena_cases import Instant
 from growth import CPU, MEMORY, Axis, Counts
 
 from turnwise.arena import Arena, EpisodeCheckpoints, MultiTurnEpisode, Rubric
+from turnwise.chat.tools import schemas
 from turnwise.credit import GRPOCredit
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.integrations.gateway import AgentEpisode, Gateway
@@ -177,7 +179,7 @@ async def _packed(arena: Arena) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The gateway: the client is a process of its own, which sends its whole chat with each call, as agents do
 # ---------------------------------------------------------------------------------------------------------------------
-def gateway(turns: int) -> Callable[[], Counts]:
+def gateway(turns: int, reply: str = REPLY, **more: Any) -> Callable[[], Counts]:
     async def agent(question: Any, models: Any) -> float:
         given = {"models": [(models["player"].base_url, models["player"].api_key)], "calls": turns}
         client = await asyncio.create_subprocess_exec(
@@ -185,11 +187,11 @@ def gateway(turns: int) -> Callable[[], Counts]:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )
-        await client.communicate(json.dumps(given | {"questions": ["Question", ANSWER]}).encode())
+        await client.communicate(json.dumps(given | more | {"questions": ["Question", ANSWER]}).encode())
         return float(client.returncode == 0)
 
     episode = AgentEpisode(agent, Gateway(renderer="template", max_calls=turns), actors=["player"])
-    arena = arena_of(episode, tokenizer=Marking())
+    arena = arena_of(episode, reply, tokenizer=Marking())
     arena.source = lambda: [EpisodeRequest(episode.episode_type, 0)]
     return playing(lambda turns: arena)(turns)  # type: ignore[no-any-return]
 
@@ -263,11 +265,12 @@ COST = {CPU: 1.15, "rendered": 1.15}
 AXES = [
     Axis("episode", "turns", playing(lambda n: arena_of(Chat(max_turns=n))), LONG, SMALL, {**COST, MEMORY: 1.1}),
     Axis("two actors", "turns", playing(lambda n: arena_of(Two(max_turns=n)), lambda n: 2 * n), LONG[:-1], SMALL, COST),
-    Axis("a tool in each turn", "turns", playing(with_tools, lambda n: 2 * n), LONG[:-1], SMALL, COST),
+    Axis("a tool in each turn", "turns", playing(with_tools, lambda n: 2 * n), LONG, SMALL, COST),
     Axis("tools in one turn", "results", playing(tool_rounds, lambda n: n + 1), LONG, SMALL, COST),
     Axis("get_observation", "turns", playing(lambda n: arena_of(Observed(max_turns=n))), LONG, LONG[1:4], COST),
     Axis("Hugging Face tokenizer", "turns", playing(with_tokenizer), LONG, LONG[:3], {CPU: 1.15}),
     Axis("gateway", "turns", gateway, LONG, SMALL, COST),
+    Axis("gateway, tools", "turns", partial(gateway, reply=CALL, tools=schemas([look])), LONG, SMALL, COST),
     Axis("step, packed", "turns", stepping, LONG, SMALL, {CPU: 1.15, MEMORY: 1.1}),
     Axis("rollouts.jsonl, a line", "turns", record, LONG, SMALL, {CPU: 1.1, MEMORY: 1.1, "on disk": 1.1}),
     Axis("rollouts.jsonl, its report", "turns", report, LONG, SMALL, {CPU: 1.1, MEMORY: 1.1}),

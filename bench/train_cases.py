@@ -108,7 +108,7 @@ def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
             masks += [np.zeros(len(question), np.uint8), np.ones(len(answer), np.uint8)]
             lengths.append(total)
     count = len(lengths)
-    return TrainingBatch(
+    return TrainingBatch.of_rows(
         token_ids=np.concatenate(tokens),
         cu_seqlens=np.cumsum([0, *lengths]),
         loss_mask=np.concatenate(masks),
@@ -182,7 +182,7 @@ def updates(
 def give_logprobs(policy: Policy, batch: TrainingBatch, update: UpdateConfig) -> None:
     """Write the sampler's log-probs into ``batch``: those of the weights that train."""
     for micro in micro_batches(batch, np.arange(len(batch)), update.micro_batch_tokens):
-        batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro.to(policy.device)).cpu().numpy()
+        batch.target_logprobs[micro.token_N] = policy.logprobs(micro.to(policy.device)).cpu().numpy()
 
 
 def steps_of(policy: Policy, batch: TrainingBatch, update: UpdateConfig) -> Trained:

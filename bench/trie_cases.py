@@ -88,7 +88,7 @@ def make_batch(case: Case, seed: int = 0) -> TrainingBatch:
         rows += list(zip(prompts, answers, strict=True))
         prompt = np.concatenate([prompt, answers[0], rng.integers(0, 2048, OBSERVATION)])
     lengths, count = [len(prompt) + len(answer) for prompt, answer in rows], len(rows)
-    return TrainingBatch(
+    return TrainingBatch.of_rows(
         token_ids=np.concatenate([part for row in rows for part in row]),
         cu_seqlens=np.cumsum([0, *lengths]),
         loss_mask=np.concatenate([np.repeat(np.array([0, 1], np.uint8), [len(p), len(a)]) for p, a in rows]),

@@ -68,8 +68,10 @@ class Children {
     size_t used_ = 0;          // slots that are not free
 };
 
-// The length of the common prefix of two rows, at most `most`; blocks are compared by memcmp.
+// The length of the common prefix of two rows, at most `most`; blocks are compared by memcmp. Rows that lie on one
+// another have all of it in common.
 int64_t common_prefix(const int64_t* a, const int64_t* b, int64_t most) {
+    if (a == b) return most;
     constexpr int64_t kBlock = 64;
     int64_t i = 0;
     while (i + kBlock <= most && std::memcmp(a + i, b + i, kBlock * sizeof(int64_t)) == 0) i += kBlock;

@@ -51,9 +51,8 @@ async def test_the_advantage_of_a_token_is_the_teachers_logprob_minus_the_sample
     batch = await arena.step()
     assert arena.client.scored == [("<user>Guess a digit\n<assistant>", "big")] * 2
     assert len(batch) == 2 and batch.dropped == {} and batch.advantages.tolist() == [0.0, 0.0]
-    prompt = len("<user>Guess a digit\n<assistant>")
     assert batch.columns["token_advantages"].values.dtype == np.float32
-    assert batch.columns["token_advantages"].values.tolist() == 2 * ([0.0] * prompt + [0.5, -3.0])
+    assert batch.columns["token_advantages"].values.tolist() == 2 * [0.5, -3.0]
     assert batch.metrics["teacher_kl/solver"] == pytest.approx((-0.25 + 1.5) / 2)
 
 

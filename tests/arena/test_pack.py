@@ -61,9 +61,9 @@ def test_columns_of_the_packed_batch():
     assert batch.temperatures == pytest.approx([0.7] * 3)
     columns = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
     kinds = {name: column.dtype for name, column in columns.items() if isinstance(column, np.ndarray)}
-    whole = ("token_ids", "cu_seqlens", "actor_index", "policy_index", "min_version")
-    real = ("rollout_logprobs", "advantages", "rewards", "temperatures")
-    assert kinds == {"loss_mask": np.uint8, **dict.fromkeys(whole, np.int64), **dict.fromkeys(real, np.float32)}
+    whole = ("targets", "cu_targets", "actor_index", "policy_index", "min_version")
+    real = ("target_logprobs", "advantages", "rewards", "temperatures")
+    assert kinds == {"target_mask": np.uint8, **dict.fromkeys(whole, np.int64), **dict.fromkeys(real, np.float32)}
 
 
 def test_no_samples_make_an_empty_batch_of_the_right_types():
@@ -227,7 +227,7 @@ def test_random_rows_are_packed_one_after_the_other():
         values = [value for s in samples for value in [0.0] * len(s.prompt_token_ids) + s.rollout_logprobs]
         np.testing.assert_array_equal(batch.rollout_logprobs, np.array(values, dtype=np.float32))
         assert np.diff(batch.cu_seqlens).tolist() == [len(prompt) + len(completion) for prompt, completion in lists]
-        assert batch.token_ids.flags.writeable and batch.loss_mask.flags.writeable
+        assert batch.targets.flags.writeable and batch.target_mask.flags.writeable
 
 
 def test_numbers_of_other_types_and_rows_that_are_no_lists():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from turnwise.arena import (
@@ -21,7 +22,7 @@ from turnwise.arena import (
     reveal,
 )
 from turnwise.arena.runtime.privacy import check_batch
-from turnwise.types import EpisodeRequest, Rollout
+from turnwise.types import EpisodeRequest, Rollout, TrainingBatch
 
 from .test_episode_checkpoints import killed_after
 
@@ -505,10 +506,14 @@ def made_batch(make_arena, **changes):
 def test_nothing_but_own_completions_trains(make_arena):
     batch, results = made_batch(make_arena)
     check_batch(batch, results)
-    everything = batch.loss_mask.copy()
-    everything[batch.cu_seqlens[2]] = 1
+    whole = TrainingBatch.of_rows(
+        batch.token_ids, batch.cu_seqlens, batch.loss_mask.copy(), batch.rollout_logprobs,
+        **{field.name: getattr(batch, field.name) for field in fields(batch)[5:]},
+    )  # fmt: skip
+    check_batch(whole, results)
+    whole.target_mask[whole.cu_targets[2]] = 1
     with pytest.raises(LeakError, match=r"row 2 of the batch: actor 'ann' would train on token 0"):
-        check_batch(replace(batch, loss_mask=everything), results)
+        check_batch(whole, results)
     swapped = replace(batch, actor_index=1 - batch.actor_index)
     with pytest.raises(LeakError, match=r"row 0 of the batch: no recorded call of actor 'bob' has its tokens"):
         check_batch(swapped, results)
@@ -519,8 +524,17 @@ def test_the_arena_checks_the_batch_that_it_builds(make_arena, monkeypatch):
 
     def everything_trains(*arguments):
         batch = pack(*arguments)
-        batch.loss_mask[:] = 1
-        return batch
+        contexts = [context.first(len(context) - 1) for context in batch.contexts]
+        ends = [context[-1] for context in batch.contexts]
+        rows = [slice(*batch.cu_targets[row : row + 2]) for row in range(len(batch))]
+        parts = [[end, *batch.targets[row]] for end, row in zip(ends, rows, strict=True)]
+        return replace(
+            batch,
+            contexts=contexts,
+            targets=np.concatenate(parts),
+            cu_targets=np.cumsum([0, *map(len, parts)]),
+            target_mask=np.ones(sum(map(len, parts)), np.uint8),
+        )
 
     pack = module.pack
     monkeypatch.setattr(module, "pack", everything_trains)

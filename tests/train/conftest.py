@@ -100,7 +100,7 @@ def build_random_batch(
     for end, completion in zip(cu_seqlens[1:], completions, strict=True):
         mask[end - completion : end] = rng.random(completion) < 0.8
         mask[end - completion] = 1
-    return TrainingBatch(
+    return TrainingBatch.of_rows(
         token_ids=rng.integers(0, vocab, cu_seqlens[-1]),
         cu_seqlens=cu_seqlens,
         loss_mask=mask,
@@ -127,10 +127,10 @@ def build_tree_batch(seed: int, rows: Sequence[Sequence[int]], prompts: Sequence
     batch = build_random_batch(seed, len(rows))
     return replace(
         batch,
-        token_ids=np.array([token for row in rows for token in row], dtype=np.int64),
-        cu_seqlens=cu_seqlens,
-        loss_mask=mask,
-        rollout_logprobs=(-rng.random(cu_seqlens[-1]) * 6).astype(np.float32) * mask,
+        targets=np.array([token for row in rows for token in row], dtype=np.int64),
+        cu_targets=cu_seqlens,
+        target_mask=mask,
+        target_logprobs=(-rng.random(cu_seqlens[-1]) * 6).astype(np.float32) * mask,
     )
 
 

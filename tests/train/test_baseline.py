@@ -54,10 +54,10 @@ def test_worked_numbers(small_model, random_batch):
         policy.model.lm_head.weight.zero_()
     batch = replace(
         random_batch(0, rows=4),
-        token_ids=np.array([5, 9, 6, 8, 7, 6, 8, 7, 1, 6, 8]),
-        cu_seqlens=np.array([0, 2, 5, 9, 11]),
-        loss_mask=np.array([0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1], dtype=np.uint8),
-        rollout_logprobs=np.zeros(11, dtype=np.float32),
+        targets=np.array([5, 9, 6, 8, 7, 6, 8, 7, 1, 6, 8]),
+        cu_targets=np.array([0, 2, 5, 9, 11]),
+        target_mask=np.array([0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1], dtype=np.uint8),
+        target_logprobs=np.zeros(11, dtype=np.float32),
         advantages=np.array([1, 0, 2, 7], dtype=np.float32),
         columns={"group_index": RowColumn(np.array([3, 3, 3, 0]))},
     )
@@ -123,8 +123,8 @@ def test_are_verls_numbers(small_model, random_batch, seed):
 
     batch = random_batch(seed, rows=9)
     groups = np.random.default_rng(seed).integers(0, 3, 9)
-    batch = replace(batch, columns={"group_index": RowColumn(groups)}, loss_mask=batch.loss_mask.copy())
-    batch.loss_mask[batch.cu_seqlens[:-1]] = 0
+    batch = replace(batch, columns={"group_index": RowColumn(groups)}, target_mask=batch.target_mask.copy())
+    batch.target_mask[batch.cu_seqlens[:-1]] = 0
     policy, rows = double_policy(small_model, seed), np.arange(9)
     made, _ = subtracted(policy, batch, rows, 100)
     spans = [slice(begin + 1, end) for begin, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]

@@ -64,7 +64,7 @@ def test_the_cut_is_balanced_and_no_finer_than_it_must_be(random_batch):
 
 def test_a_first_token_never_trains_for_want_of_a_prediction(random_batch):
     batch = random_batch(1, rows=1)
-    batch.loss_mask[:] = 1
+    batch.target_mask[:] = 1
     assert pack(batch, [0]).source_N.tolist() == list(range(int(batch.cu_seqlens[1]) - 1))
 
 

@@ -67,7 +67,7 @@ def test_selected_rows_lay_out_as_those_of_the_whole(layout: str, rows: list[int
 
 def test_joined_samples_are_as_they_were() -> None:
     batch = pack(SAMPLES, {}, {})
-    for row, (one, start) in enumerate(zip(SAMPLES, batch.cu_seqlens, strict=False)):
+    for row, (one, start) in enumerate(zip(SAMPLES, batch.cu_targets, strict=False)):
         total = len(one.prompt_token_ids) + len(one.completion_token_ids)
         columns: dict[str, Any] = {name: column for name, column in select(batch, [row]).columns.items()}
         assert columns["group"].values.tolist() == [row // 2] and columns["places"].values.tolist() == [*range(total)]
@@ -79,7 +79,7 @@ def test_joined_samples_are_as_they_were() -> None:
         if allowed is not None:
             masks = columns["allowed"].masks[columns["allowed"].mask_index[-len(allowed.mask_index) :]]
             assert masks.tolist() == allowed.masks[allowed.mask_index].tolist()
-        assert batch.token_ids[start] == 0
+        assert batch.targets[start] == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -97,12 +97,12 @@ def test_values_are_joined_at_once_as_one_by_one(seed: int) -> None:
         for part, (prompt, completion) in zip(parts, lengths, strict=True):
             own = [] if part is None else np.asarray(part.values).tolist()
             wanted += [0.0] * (prompt + completion - len(own)) + own
-        joined: Any = kind.checked(parts, lengths, str)
+        joined: Any = kind.checked(parts, lengths, lengths, str)
         np.testing.assert_array_equal(joined.values, np.array(wanted, joined.values.dtype))
         wrong = int(rng.integers(1, 8))
         parts[wrong] = kind([*(np.nan for _ in rows[wrong][1:]), np.inf] if rows[wrong] else [1.0])
         with pytest.raises(ValueError, match=f"^{wrong}=.*: expected {len(rows[wrong])} finite numbers"):
-            kind.checked(parts, lengths, str)
+            kind.checked(parts, lengths, lengths, str)
 
 
 def test_fresh_rows_and_no_rows_keep_their_columns() -> None:

@@ -27,10 +27,10 @@ def three_rows(random_batch):
     """Rows of a prompt token and two completion tokens, with rewards 1, 0, 1; the last one is of another actor."""
     return replace(
         random_batch(0, rows=3),
-        token_ids=np.array([5, 9, 12, 6, 8, 7, 30, 31, 33]),
-        cu_seqlens=np.array([0, 3, 6, 9]),
-        loss_mask=np.array([0, 1, 1] * 3, dtype=np.uint8),
-        rollout_logprobs=np.array([0, -1, -1] * 3, dtype=np.float32),
+        targets=np.array([5, 9, 12, 6, 8, 7, 30, 31, 33]),
+        cu_targets=np.array([0, 3, 6, 9]),
+        target_mask=np.array([0, 1, 1] * 3, dtype=np.uint8),
+        target_logprobs=np.array([0, -1, -1] * 3, dtype=np.float32),
         advantages=np.array([1, 0, 1], dtype=np.float32),
         actor_index=np.array([0, 0, 1]),
     )

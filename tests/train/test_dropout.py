@@ -64,7 +64,7 @@ def measured(model: nn.Module, batch, *, dropout: bool = False, layout: str = "a
         policy = Policy("solver", model, update, total_steps=9, dropout=dropout, layout=layout)
     batch = replace(batch, policies=["solver"])
     own = old_logprobs(policy, batch, np.arange(len(batch)), update).numpy()
-    batch = replace(batch, rollout_logprobs=own.astype(np.float32))
+    batch = replace(batch, target_logprobs=own.astype(np.float32))
     torch.manual_seed(seed)
     metrics = update_policy(policy, batch, update, LossConfig(), np.random.default_rng(0))
     return metrics, torch.cat([tensor.flatten() for _, tensor in policy.weights()])

@@ -273,7 +273,7 @@ def test_a_skipped_update_leaves_the_state(made: Any, name: str) -> None:
     policy, _, batch = made(name)
     other, *_ = made(name)
     torn = copy.deepcopy(batch)
-    torn.rollout_logprobs[torn.loss_mask != 0] = np.nan
+    torn.target_logprobs[torn.target_mask != 0] = np.nan
     before = terms_of(policy).state_dict()
     skipped = update_policy(policy, torn, UPDATE, config, np.random.default_rng(0))
     assert skipped["updates"] == 0 and terms_of(policy).state_dict() == before

@@ -223,7 +223,7 @@ def test_each_row_has_its_own_temperature(packed, random_batch):
 def test_rows_without_completion_tokens_and_no_logits(random_batch):
     model = build("llama")
     batch = random_batch(0, rows=1)
-    batch.loss_mask[:] = 0
+    batch.target_mask[:] = 0
     for packed in (True, False):
         forward = Forward(model)
         forward.packed = packed

@@ -61,10 +61,10 @@ def test_no_such_row_is_sampled_and_the_trainer_agrees(small_model, random_batch
     policy = Policy("default", model, UpdateConfig(), total_steps=1, layout=layout, with_reference=True)
     batch = random_batch(0, rows=4)
     rows = [[5, 9, 7, *each] for each in ids]
-    batch.token_ids, lengths = np.concatenate(rows), [len(row) for row in rows]
-    batch.cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    batch.loss_mask = np.concatenate([[0] * 3 + [1] * len(each) for each in ids]).astype(np.uint8)
-    batch.rollout_logprobs = np.concatenate([[0.0] * 3 + list(r.logprobs) for r in responses]).astype(np.float32)
+    batch.targets, lengths = np.concatenate(rows), [len(row) for row in rows]
+    batch.cu_targets = np.concatenate([[0], np.cumsum(lengths)])
+    batch.target_mask = np.concatenate([[0] * 3 + [1] * len(each) for each in ids]).astype(np.uint8)
+    batch.target_logprobs = np.concatenate([[0.0] * 3 + list(r.logprobs) for r in responses]).astype(np.float32)
     batch.temperatures = np.full(4, sampling.temperature, dtype=np.float32)
     for micro in micro_batches(batch, np.arange(4), 1000, trie_share=policy.trie_share):
         trained = micro.mask_N.bool()

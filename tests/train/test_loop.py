@@ -229,7 +229,7 @@ async def test_a_step_whose_updates_were_all_skipped_makes_no_new_version(make_t
     trainer = make_trainer(update={"max_nonfinite_updates": 9})
     await trainer.sync_weights()
     batch = await trainer.arena.step()
-    batch.rollout_logprobs[:] = float("nan")
+    batch.target_logprobs[:] = float("nan")
     metrics = trainer.update_policies(batch)
     assert (metrics["updates"], metrics["skipped_updates"]) == (0, 1)
     policy = trainer.policies["default"]

@@ -30,10 +30,10 @@ def three_rows(random_batch):
     """Rows of a prompt token and two completion tokens, with advantages -1, 1, -1, and the policy that scores them."""
     batch = replace(
         random_batch(0, rows=3),
-        token_ids=np.arange(9),
-        cu_seqlens=np.array([0, 3, 6, 9]),
-        loss_mask=np.array([0, 1, 1] * 3, dtype=np.uint8),
-        rollout_logprobs=np.array([0, -1, -1] * 3, dtype=np.float32),
+        targets=np.arange(9),
+        cu_targets=np.array([0, 3, 6, 9]),
+        target_mask=np.array([0, 1, 1] * 3, dtype=np.uint8),
+        target_logprobs=np.array([0, -1, -1] * 3, dtype=np.float32),
         advantages=np.array([-1, 1, -1], dtype=np.float32),
         actor_index=np.array([0, 0, 1]),
     )

@@ -51,10 +51,10 @@ def test_what_follows_an_actors_answer_is_observed():
     unmarked = pack(samples, {}, {})
     assert ObservationMarks().selected(None, results, samples) == {"observations/unmatched/a": pytest.approx(1 / 3)}
     batch = pack(samples, {}, {})
-    marked = [batch.token_ids[span][marks_of(batch)[span] != 0].tolist() for span in spans(batch)]
+    marked = [batch.targets[span][marks_of(batch)[span] != 0].tolist() for span in spans(batch)]
     assert marked == [[], [], [5, 6], [4], []]
     chosen = select(batch, [3, 2])
-    assert chosen.token_ids[marks_of(chosen) != 0].tolist() == [4, 5, 6]
+    assert chosen.targets[marks_of(chosen) != 0].tolist() == [4, 5, 6]
     assert unmarked.columns == {} and select(unmarked, [3, 2]).columns == {}
 
 
@@ -63,7 +63,7 @@ def marks_of(batch):
 
 
 def spans(batch):
-    return [slice(begin, end) for begin, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+    return [slice(begin, end) for begin, end in zip(batch.cu_targets, batch.cu_targets[1:], strict=False)]
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def chats(random_batch):
     mask[7] = 0
     return replace(
         batch,
-        token_ids=rng.integers(0, 200, cu_seqlens[-1]),
-        cu_seqlens=cu_seqlens,
-        loss_mask=mask,
-        rollout_logprobs=(-rng.random(cu_seqlens[-1]) * 3).astype(np.float32) * mask,
+        targets=rng.integers(0, 200, cu_seqlens[-1]),
+        cu_targets=cu_seqlens,
+        target_mask=mask,
+        target_logprobs=(-rng.random(cu_seqlens[-1]) * 3).astype(np.float32) * mask,
         temperatures=np.array([0.7, 1.0, 0.7, 0.7], dtype=np.float32),
         columns={"observation_mask": Observed((kind == 1).astype(np.uint8))},
     )
@@ -157,7 +157,7 @@ def test_a_batch_marks_what_the_environment_answers(small_model):
     assert "observation_mask" not in run_to_end(arena.step()).columns
     arena.add_stage(ObservationMarks())
     batch = run_to_end(arena.step())
-    marked = [tokenizer.decode(batch.token_ids[span][marks_of(batch)[span] != 0]) for span in spans(batch)]
+    marked = [tokenizer.decode(batch.targets[span][marks_of(batch)[span] != 0]) for span in spans(batch)]
     asked = [f"<|user|>{text}<|end|><|assistant|>" for text in ("17", "2227", "37")]
     assert marked == ["", asked[0], "<|end|>" + asked[1], asked[2], ""]
     assert batch.metrics["observations/unmatched/player"] == pytest.approx(1 / 4)

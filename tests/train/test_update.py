@@ -118,7 +118,7 @@ def test_the_gradient_is_that_of_the_formula(monkeypatch, random_batch, small_mo
     policy = Policy("default", model, UpdateConfig(), total_steps=1)
     micro = pack(batch, np.arange(6))
     with torch.no_grad():
-        batch.rollout_logprobs[micro.token_N] = policy.logprobs(micro).numpy()
+        batch.target_logprobs[micro.token_N] = policy.logprobs(micro).numpy()
     expected = copy.deepcopy(model).double()
     block = pad(micro, range(6))
     logits = expected(input_ids=block.input_ids, attention_mask=block.attention_mask).logits
@@ -184,8 +184,8 @@ def test_entropy_is_measured_and_raised(random_batch, small_model):
 
 def poisoned(batch, row):
     batch = copy.deepcopy(batch)
-    batch.rollout_logprobs[batch.cu_seqlens[row + 1] - 1] = np.nan
-    batch.loss_mask[batch.cu_seqlens[row + 1] - 1] = 1
+    batch.target_logprobs[batch.cu_seqlens[row + 1] - 1] = np.nan
+    batch.target_mask[batch.cu_seqlens[row + 1] - 1] = 1
     return batch
 
 

@@ -22,6 +22,7 @@ from turnwise.types import (
     Step,
     TrainingBatch,
 )
+from turnwise.types.prompts import Prefix
 from turnwise.utils.threads import run_in_program, run_to_end
 
 FORMATTED: list[Silent] = []
@@ -41,8 +42,9 @@ ROLLOUT = Rollout("r-1", "sums", Silent(), [STEP], {"solver": 1.0}, {"a": Silent
 RESULT = GenerateResult(ROLLOUT, [GenerateResult(ROLLOUT)], [EpisodeRequest("sums", Silent())])
 SAMPLE = Sample("q", "sums", "solver", 1, 0, None, "r-1", 3, "default", THREE, TWO, LOGPROBS, VERSIONS, 1.0, 1.0)
 ROWS, TOKENS = np.zeros(2), np.zeros(9)
+PROMPTS = [Prefix.of_tokens(THREE)] * 2
 BATCH = TrainingBatch(
-    TOKENS, np.array([0, 5, 9]), TOKENS, TOKENS, *[ROWS] * 6, ["solver"], ["default"], metrics={"a": Silent()}
+    PROMPTS, THREE, np.array([0, 2, 3]), THREE, THREE, *[ROWS] * 6, ["solver"], ["default"], metrics={"a": Silent()}
 )
 SHOWN = {
     "<Step of 'solver', turn 1: 3 + 2 tokens, reward 1.0>": STEP,

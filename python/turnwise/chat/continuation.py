@@ -5,13 +5,14 @@ Where a chat is rendered again, :class:`Anchors` renders only what is behind its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import Histories, SampledCall
-from turnwise.chat.messages import ChatError, Tool
+from turnwise.chat.messages import ChatError, Tool, characters
 from turnwise.sandbox.templates import TemplateLimitError
 from turnwise.types import Message, Messages
 from turnwise.types.prompts import GIVEN, Prefix, as_tokens
@@ -41,6 +42,10 @@ class Prompt:
     """The messages; those of an earlier call are shared with it."""
 
 
+class LongChatError(Exception):
+    """Raised for a chat that is too long to be rendered as a whole here."""
+
+
 class Conversations:
     """The calls of one actor in one session: finds the call that a chat continues, and extends its tokens.
 
@@ -60,6 +65,10 @@ class Conversations:
         self.format = format
         self._histories = Histories()
 
+    def new_characters(self, messages: Messages) -> int:
+        """Return the length of the messages behind those of an earlier chat."""
+        return characters(messages[self._histories.known(messages) :])
+
     def prompt(
         self,
         messages: Messages,
@@ -68,16 +77,18 @@ class Conversations:
         request: str = "",
         *,
         continues_answer: bool = False,
+        most: float = math.inf,
     ) -> Prompt:
         """Return the token ids of a chat of plain messages, see :func:`~turnwise.chat.messages.plain_messages`.
 
         ``form`` is an instruction for the whole chat, and becomes part of its system message. ``request`` is one for
         this answer alone, and comes last. With ``continues_answer``, a chat that ends with the assistant's message is
-        continued in that message.
+        continued in that message. Raises :class:`LongChatError` if the whole chat must be rendered and has ``most``
+        characters or more.
         """
         if messages[-1]["role"] != "assistant" or not continues_answer:
             length, call, rewritten = self._histories.find(messages, list(tools))
-            prompt = self._prompt(messages, tools, form, request, (length, call, rewritten))
+            prompt = self._prompt(messages, tools, form, request, (length, call, rewritten), most)
             return replace(prompt, chat=_shared(messages, length - 1, call))
         if messages[-1].get("tool_calls"):
             raise ChatError("messages", "the last message calls tools: expected their results")
@@ -89,7 +100,7 @@ class Conversations:
             ids = whole.prompt.followed(whole.completion[:-1] if ended else whole.completion, [], GIVEN)
             return Prompt(ids, len(ids), continues=whole.mark, chat=Prefix.of_messages(messages))
         before = messages[:-1] or [{"role": "user", "content": ""}]
-        prompt = self._prompt(before, tools, form, request, self._histories.find(before, list(tools)))
+        prompt = self._prompt(before, tools, form, request, self._histories.find(before, list(tools)), most)
         begun = self.format.begun_ids(messages[-1], prompt.ids)
         return replace(prompt, ids=prompt.ids.followed([], begun, GIVEN), chat=Prefix.of_messages(messages))
 
@@ -100,10 +111,13 @@ class Conversations:
         form: str,
         request: str,
         found: tuple[int, SampledCall | None, str],
+        most: float,
     ) -> Prompt:
         asked = [{"role": "system", "content": request}] if request else []
 
         def whole() -> Prefix[int]:
+            if most < math.inf and characters(messages) >= most:
+                raise LongChatError
             lead = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
             shown = [{"role": "system", "content": form}] if form else []
             chat = [*messages[:lead], *shown, *messages[lead:], *asked]

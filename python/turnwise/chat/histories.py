@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.chat.messages import Tool, message_key
@@ -11,6 +11,8 @@ from turnwise.chat.thoughts import find_thoughts
 from turnwise.types import Message, Messages
 from turnwise.types.prompts import Prefix
 
+LATEST = 8
+"""Chats of an actor that are remembered with their path, so that each costs what is new in it."""
 DISTINCT = 40
 """Characters of an answer that is recognised wherever it stands. A shorter one may equal an example of the agent's."""
 
@@ -61,6 +63,17 @@ class _Node:
     """An assistant message that the agent wrote itself, such as an example."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A chat that was found, up to what may be read otherwise next time."""
+
+    messages: Messages = field(default_factory=list)
+    path: list[tuple[_Node, _Reading]] = field(default_factory=list)
+    """The node of each message, and the reading by which it was found."""
+    keeping: int = 0
+    """The first messages whose answers came back with their reasoning, or without any."""
+
+
 class Histories:
     """The chats of one actor as a tree of messages.
 
@@ -74,14 +87,12 @@ class Histories:
         """The stop strings that ended answers, as a set in order."""
         self._answers: dict[Hashable, list[tuple[int, Hashable]]] = {}
         """By the key of an answer: its index in its chat, and the key of the message before it."""
-        self._latest: tuple[Messages, list[tuple[_Node, _Reading]]] = [], []
-        """The chat that was found last, up to what may be read otherwise next time, and its path."""
-        self._keeping = 0
-        """The first messages of that chat whose answers came back with their reasoning, or without any."""
+        self._latest: tuple[_Found, ...] = ()
+        """The chats that were found last, the latest one first. It is replaced as a whole: a thread may read it."""
 
     def add(self, messages: Messages, call: SampledCall) -> None:
         """Keep a finished call of ``messages``."""
-        path = self._path(messages)
+        path = self._path(messages).path
         node = path[-1][0] if path else self._root
         key = message_key(call.answer)
         node.asked = True
@@ -97,8 +108,8 @@ class Histories:
         Among equal calls the latest counts. The third value is the reason why the chat is no continuation of the calls
         before it: ``"history"``, ``"tools"``, ``"thinking"``, or ``""`` if it is one, or begins a new chat.
         """
-        path = self._path(messages)
-        length, parent = len(path), None
+        found = self._path(messages)
+        path, length, parent = found.path, len(messages), None
         while length and parent is None:
             node, sent = path[length - 1]
             calls = [call for call in reversed(node.calls) if call.tools == tools and sent.may_be(call)]
@@ -106,24 +117,40 @@ class Histories:
             length -= parent is None
         reason = self._change(messages, path, length)
         if not reason:
-            if all(_keeps_reasoning(node, sent) for node, sent in path[self._keeping : length]):
-                self._keeping = min(length, len(self._latest[1]))
+            if all(_keeps_reasoning(node, sent) for node, sent in path[found.keeping : length]):
+                self._remember(replace(found, keeping=length))
             else:
                 reason = "thinking"
             for node, sent in path[length:-1]:
                 node.agents_own = sent.message["role"] == "assistant"
         return length, parent, reason
 
-    def _path(self, messages: Messages) -> list[tuple[_Node, _Reading]]:
-        """Return the node of each message, and the reading by which it was found."""
-        before, known = self._latest
-        if len(messages) < len(before) or messages[: len(before)] != before:
-            known, self._keeping = [], 0
-        path = [*known, *self._walk(messages[len(known) :], known[-1][0] if known else self._root)]
+    def known(self, messages: Messages) -> int:
+        """Return how many first messages those of a chat are that was found before."""
+        return len(self._begun(messages).messages)
+
+    def _begun(self, messages: Messages) -> _Found:
+        """Return the longest of the latest chats that ``messages`` begin with."""
+        begun = (each for each in self._latest if messages[: len(each.messages)] == each.messages)
+        return max(begun, key=lambda found: len(found.messages), default=_Found())
+
+    def _path(self, messages: Messages) -> _Found:
+        """Find all messages of a chat."""
+        begun = self._begun(messages)
+        known = len(begun.path)
+        path = [*begun.path, *self._walk(messages[known:], begun.path[-1][0] if known else self._root)]
+        found = _Found(messages, path, begun.keeping)
+        self._remember(found)
+        return found
+
+    def _remember(self, found: _Found) -> None:
+        """Remember a chat instead of those that it begins with."""
         # What stands before the last answer that was found stays as it is, whatever is added later.
-        sure = next((n for n in range(len(path), 0, -1) if path[n - 1][0].calls), 0)
-        self._latest = messages[:sure], path[:sure]
-        return path
+        sure = next((n for n in range(len(found.path), 0, -1) if found.path[n - 1][0].calls), 0)
+        if sure:
+            new = _Found(found.messages[:sure], found.path[:sure], min(found.keeping, sure))
+            others = [each for each in self._latest if each.messages != new.messages[: len(each.messages)]]
+            self._latest = (new, *others[: LATEST - 1])
 
     def _walk(self, messages: Messages, node: _Node) -> Iterator[tuple[_Node, _Reading]]:
         for message in messages:

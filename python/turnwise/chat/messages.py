@@ -41,13 +41,14 @@ def plain_messages(messages: Any, join: Callable[[Messages, list[Any]], Messages
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ChatError("messages", f"got {str(messages)[:80]!r}, expected a list of at least one message")
-    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    plain = [plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if join is not None:
         plain = join(plain, [message.get("id") for message in messages])
     return results_in_order(plain)
 
 
-def _plain(message: Any, where: str) -> Message:
+def plain_message(message: Any, where: str) -> Message:
+    """Return one message as :func:`plain_messages` does. Errors name the place ``where`` it stands."""
     if not isinstance(message, Mapping):
         raise ChatError(where, f"got {str(message)[:80]!r}, expected an object with a role")
     role = {"developer": "system", "function": "tool"}.get(str(message.get("role")), message.get("role"))
@@ -93,7 +94,7 @@ def not_shown(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return ("messages.name",) if named else ()
 
 
-def with_answer(messages: Messages, answer: Message) -> Messages:
+def with_answer(messages: Sequence[Message], answer: Message) -> Messages:
     """Return a chat with its sampled answer. If the chat ends with a begun answer, the sampled one completes it."""
     if not (messages and messages[-1]["role"] == "assistant"):
         return [*messages, answer]
@@ -147,17 +148,23 @@ def well_formed_texts(value: Any) -> Any:
     return [well_formed_texts(part) for part in value] if isinstance(value, list) else value
 
 
+def characters(messages: Messages) -> int:
+    """Return the length of the texts and calls of plain messages."""
+    texts = sum(len(message["content"]) + len(message.get("reasoning_content") or "") for message in messages)
+    return texts + sum(len(json.dumps(message["tool_calls"])) for message in messages if "tool_calls" in message)
+
+
 def tool_names(tools: Sequence[Tool]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
-def results_in_order(messages: Messages) -> Messages:
+def results_in_order(messages: Messages, first: int = 0) -> Messages:
     """Return ``messages`` with the results of each answer's calls in the order of these calls, by ``tool_call_id``.
 
     Templates render results without their ids, so only the order shows which call a result belongs to. Calls and
     results without any id stay as they are. Raises :class:`ChatError` for an id that is missing, doubled or unknown,
-    and for a call without a result in a chat that goes on.
+    and for a call without a result in a chat that goes on. ``first`` messages stand before these.
     """
     if not [message for message in messages if message["role"] == "tool" or "tool_calls" in message]:
         return messages
@@ -175,7 +182,7 @@ def results_in_order(messages: Messages) -> Messages:
         results = messages[start:end]
         has_ids = any(call_ids) or any(result.get("tool_call_id") for result in results)
         goes_on = start < len(messages)
-        ordered += _matched(call_ids, results, start) if has_ids and goes_on else results
+        ordered += _matched(call_ids, results, first + start) if has_ids and goes_on else results
         start = end
     return ordered
 

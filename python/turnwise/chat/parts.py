@@ -87,7 +87,7 @@ class JoinParts:
                 groups.append(_Group([message]))
                 known, last = {}, None
             else:
-                calls = _ids(message)
+                calls = call_ids(message)
                 group = None if answer is None else known.get(id(answer))
                 if group is not None and any(by_call.get(call) is group for call in calls):
                     group = None  # the same call once more
@@ -106,7 +106,7 @@ class JoinParts:
     def _answers(self, messages: Messages, ids: Sequence[Any]) -> list[Message | None]:
         """Return the sampled answer of each part: that of its ids, else the one beside it that holds the part."""
         answers = [
-            next((answer for name in (part, *_ids(message)) if name and (answer := self.answer_of(name))), None)
+            next((answer for name in (part, *call_ids(message)) if name and (answer := self.answer_of(name))), None)
             for message, part in zip(messages, ids, strict=True)
         ]
         parts_of: dict[int, Messages] = {}
@@ -127,7 +127,8 @@ class JoinParts:
         return answers
 
 
-def _ids(message: Message) -> list[str]:
+def call_ids(message: Message) -> list[str]:
+    """Return the ids of a message's calls that have any."""
     return [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
 
 

@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from turnwise.samples.collect import step_name
 from turnwise.samples.training_samples import Drops
 from turnwise.types import Column, Sample, TrainingBatch
 from turnwise.types.columns import Places
-from turnwise.types.prompts import prompt_tokens
+from turnwise.types.prompts import TOKENS, Prefix, prompt_tokens
 
 K = TypeVar("K", bound=Hashable)
 
@@ -24,30 +23,36 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> TrainingBatch:
-    """Pack samples as one token stream, see :class:`TrainingBatch`. No samples give an empty batch.
+    """Pack samples as columns, see :class:`TrainingBatch`. No samples give an empty batch.
 
     All completion tokens train, the stop token included, unless a sample has a loss mask ``[C]`` of 0 and 1, or its
     grammar allowed only one token there. The batch has the columns that any sample has. Raises ``ValueError`` or
     ``TypeError`` with the step's name for an invalid token id, a log-probability that is not finite, and lengths that
     differ.
     """
-    token_ids, lengths, logprobs = _join(samples)
-    is_completion = np.repeat(np.tile(np.array([False, True]), len(samples)), lengths.ravel())
-    rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
-    rollout_logprobs[is_completion] = logprobs
-    cu_seqlens = np.concatenate([np.zeros(1, dtype=np.int64), lengths.sum(axis=1).cumsum()])
-    loss_mask = is_completion.astype(np.uint8)
-    _set_own_masks(loss_mask, samples, lengths)
-    columns = _join_columns(samples, lengths)
+    prompts, completion_ids, logprobs, lengths = _join(samples)
+    contexts, columns, lengths = _cut(samples, prompts, lengths)
+    targets, of_completion = completion_ids, np.ones(len(completion_ids), dtype=bool)
+    if lengths[:, 0].any():
+        of_completion = np.repeat(np.tile([False, True], len(samples)), lengths.ravel())
+        targets = np.zeros(len(of_completion), dtype=np.int64)
+        targets[of_completion] = completion_ids
+        ends = [prompt.behind(len(context)) for prompt, context in zip(prompts, contexts, strict=True)]
+        targets[~of_completion] = np.concatenate(ends)
+    target_logprobs = np.zeros(len(targets), dtype=np.float32)
+    target_logprobs[of_completion] = logprobs
+    mask = of_completion.astype(np.uint8)
+    _set_own_masks(mask, samples, lengths)
     for column in columns.values():
-        loss_mask = column.trained(loss_mask)
+        mask = column.trained(mask)
     actors, actor_index = _index_of_unique([sample.actor for sample in samples])
     policies, policy_index = _index_of_unique([sample.policy for sample in samples])
     return TrainingBatch(
-        token_ids=token_ids,
-        cu_seqlens=cu_seqlens,
-        loss_mask=loss_mask,
-        rollout_logprobs=rollout_logprobs,
+        contexts=contexts,
+        targets=targets,
+        cu_targets=np.concatenate([np.zeros(1, dtype=np.int64), lengths.sum(axis=1).cumsum()]),
+        target_mask=mask,
+        target_logprobs=target_logprobs,
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float32),
         rewards=np.array([sample.reward for sample in samples], dtype=np.float32),
         temperatures=np.array([sample.temperature for sample in samples], dtype=np.float32),
@@ -68,34 +73,49 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
     )
 
 
-def _join_columns(samples: Sequence[Sample], lengths: np.ndarray) -> dict[str, Column]:
-    """Check and join the columns that any of ``samples`` has."""
+def _cut(
+    samples: Sequence[Sample], prompts: list[Prefix[int]], lengths: np.ndarray
+) -> tuple[list[Prefix[int]], dict[str, Column], np.ndarray]:
+    """Check and join the columns that any of ``samples`` has. ``lengths [B, 2]`` count prompts and completions.
+
+    Return the prompts without the ends that a column has values of, the columns, and the lengths ``[B, 2]`` of these
+    ends and the completions: the targets.
+    """
     kinds: dict[str, type[Column]] = {}
     for sample in samples:
         for name, column in sample.columns.items():
             kinds.setdefault(name, type(column))
+    contexts, counts = prompts, lengths.copy()
+    reading = {name for name, kind in kinds.items() if kind.first is not Column.first}
+    if reading:
+        for row, sample in enumerate(samples):
+            prompt = int(lengths[row, 0])
+            for name in reading.intersection(sample.columns):
+                counts[row, 0] = min(counts[row, 0], sample.columns[name].first(prompt))
+        contexts = [prompt.first(length) for prompt, length in zip(prompts, counts[:, 0].tolist(), strict=True)]
+    counts[:, 0] = lengths[:, 0] - counts[:, 0]
 
     def join(name: str, kind: type[Column]) -> Column:
         parts = [sample.columns.get(name) for sample in samples]
-        return kind.checked(parts, lengths, lambda row: f"{step_name(samples[row])}: {name}")
+        return kind.checked(parts, lengths, counts, lambda row: f"{step_name(samples[row])}: {name}")
 
-    return {name: join(name, kind) for name, kind in kinds.items()}
+    return contexts, {name: join(name, kind) for name, kind in kinds.items()}, counts
 
 
-def _join(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the token ids ``[N]`` int64 of all prompts and completions in turn, the lengths ``[B, 2]`` of each prompt
-    and completion, and the float32 log-probabilities of all completion tokens."""
-    ids: list[Any] = [None] * (2 * len(samples))
-    ids[::2] = [prompt_tokens(sample) for sample in samples]
-    ids[1::2] = [sample.completion_token_ids for sample in samples]
+def _join(samples: Sequence[Sample]) -> tuple[list[Prefix[int]], np.ndarray, np.ndarray, np.ndarray]:
+    """Return the prompts, the token ids ``[N]`` int64 and log-probabilities ``[N]`` float32 of all completions in turn,
+    and the lengths ``[B, 2]`` of each prompt and completion."""
+    given = [prompt_tokens(sample) for sample in samples]
+    ids = [sample.completion_token_ids for sample in samples]
     values = [sample.rollout_logprobs for sample in samples]
     try:
-        lengths = np.array(list(map(len, ids)), np.int64).reshape(-1, 2)
+        prompts = [each if type(each) is Prefix else _as_prompt(each) for each in given]
+        lengths = np.array([list(map(len, prompts)), list(map(len, ids))], np.int64).T.copy()
         valid = list(map(len, values)) == lengths[:, 1].tolist()
         if valid:
             token_ids, logprobs = _flat(ids, "q"), _flat(values, "f")
-            valid = len(token_ids) == lengths.sum() and len(logprobs) == lengths[:, 1].sum()
-            valid = valid and token_ids.min(initial=0) >= 0 and token_ids.max(initial=0) <= MAX_TOKEN_ID
+            valid = len(token_ids) == len(logprobs) == lengths[:, 1].sum()
+            valid = valid and _are_ids(token_ids) and _are_ids(_tokens_of(prompts))
             valid = valid and bool(np.isfinite(logprobs).all())
     except (TypeError, OverflowError):
         valid = False
@@ -103,7 +123,31 @@ def _join(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray
         for sample in samples:
             _check_lists(sample)
         raise RuntimeError("a sample's token ids or log-probabilities changed while they were packed")
-    return token_ids, lengths, logprobs
+    return prompts, token_ids, logprobs, lengths
+
+
+def _as_prompt(ids: Any) -> Prefix[int]:
+    """Return a prompt's token ids. Raises ``TypeError`` and ``OverflowError`` for what is none."""
+    whole = _flat([ids], "q")
+    if len(whole) != len(ids) or not _are_ids(whole):
+        raise TypeError
+    return Prefix(None, 0, array(TOKENS, whole.astype(np.int32).tobytes()))
+
+
+def _tokens_of(prompts: Sequence[Prefix[int]]) -> np.ndarray:
+    """Return the tokens ``[n]`` int32 of all prompts in any order, what several share once."""
+    shared: dict[int, tuple[Any, int]] = {}
+    for prompt in prompts:
+        if prompt.shared is not None:
+            _, length = shared.get(id(prompt.shared), (None, 0))
+            shared[id(prompt.shared)] = prompt.shared.items, max(length, prompt.length)
+    parts = [items[:length] for items, length in shared.values()]
+    parts += [prompt.tail for prompt in prompts]
+    return np.frombuffer(b"".join(parts), np.int32)
+
+
+def _are_ids(ids: np.ndarray) -> bool:
+    return bool(ids.min(initial=0) >= 0 and ids.max(initial=0) <= MAX_TOKEN_ID)
 
 
 _CODES: dict[str, tuple[Any, str]] = {"q": (np.int64, "iu"), "f": (np.float32, "iuf"), "d": (np.float64, "biuf")}
@@ -126,7 +170,10 @@ def _flat(parts: Sequence[Any], code: str) -> np.ndarray:
         if joined.ndim == 1 and joined.dtype.kind in kinds:
             with np.errstate(over="ignore"):  # infinite log-probabilities are found later
                 return joined.astype(dtype, copy=False)
-    return np.array(array(code, list(chain.from_iterable(parts))), dtype)
+    numbers = array(code)
+    for part in parts:
+        numbers.fromlist(part if type(part) is list else list(part))
+    return np.array(numbers, dtype)
 
 
 def _array(part: Any, code: str) -> np.ndarray:
@@ -179,7 +226,7 @@ def _check_lists(sample: Sample) -> None:
 
 
 def _set_own_masks(loss_mask: np.ndarray, samples: Sequence[Sample], lengths: np.ndarray) -> None:
-    """Set the places of the completions that bring a mask in ``loss_mask [N]`` uint8.
+    """Set the places of the completions that bring a mask in ``loss_mask [N]`` uint8. ``lengths`` are those of targets.
 
     Raises ``ValueError`` unless each has a 0 or 1 per token.
     """
@@ -221,9 +268,9 @@ def _index_of_unique(names: Sequence[K]) -> tuple[list[K], np.ndarray]:
     return distinct, np.fromiter(map(index_of.__getitem__, names), dtype=np.int64, count=len(names))
 
 
-TOKEN_FIELDS = ("token_ids", "loss_mask", "rollout_logprobs")
+TARGET_FIELDS = ("targets", "target_mask", "target_logprobs")
 ROW_FIELDS = ("advantages", "rewards", "temperatures", "actor_index", "policy_index", "min_version")
-"""Fields of a batch with a value per token, and per row."""
+"""Fields of a batch with a value per target, and per row."""
 
 
 def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
@@ -232,12 +279,13 @@ def select(batch: TrainingBatch, rows: Sequence[int] | np.ndarray) -> TrainingBa
     ``actors`` and ``policies`` stay whole, so that their indices stay valid. ``drops`` and ``metrics`` do not change.
     """
     chosen = np.arange(len(batch))[np.asarray(rows, dtype=None if len(rows) else np.int64)]
-    lengths = np.diff(batch.cu_seqlens)[chosen]
-    ends = lengths.cumsum()
-    places = Places(chosen, np.arange(lengths.sum()) + np.repeat(batch.cu_seqlens[chosen] - (ends - lengths), lengths))
-    fields: dict[str, Any] = {name: getattr(batch, name)[places.tokens] for name in TOKEN_FIELDS}
+    counts = np.diff(batch.cu_targets)[chosen]
+    ends = counts.cumsum()
+    places = Places(chosen, np.arange(counts.sum()) + np.repeat(batch.cu_targets[chosen] - (ends - counts), counts))
+    fields: dict[str, Any] = {name: getattr(batch, name)[places.tokens] for name in TARGET_FIELDS}
+    fields["contexts"] = [batch.contexts[row] for row in chosen.tolist()]
     fields |= {name: getattr(batch, name)[chosen] for name in ROW_FIELDS}
-    fields["cu_seqlens"] = np.concatenate([np.zeros(1, dtype=np.int64), ends])
+    fields["cu_targets"] = np.concatenate([np.zeros(1, dtype=np.int64), ends])
     fields["columns"] = {name: column.select(places) for name, column in batch.columns.items()}
     return replace(batch, **fields, drops=dict(batch.drops))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -46,6 +47,15 @@ def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping
     return [{**{name: 0.0 for name in counts if calls[name] in of_one}, **of_one} for of_one in metrics]
 
 
+def rows_of(names: Sequence[str | None]) -> dict[str, list[int]]:
+    """Return the places of each name, in the order of their first ones; those of ``None`` are left out."""
+    rows: dict[str, list[int]] = {name: [] for name in dict.fromkeys(names) if name is not None}
+    for place, name in enumerate(names):
+        if name is not None:
+            rows[name].append(place)
+    return rows
+
+
 def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     """Return the metrics of a whole step, nested episodes included.
 
@@ -85,18 +95,17 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     )
     playout_tokens = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
     steps = [step for rollout in rollouts for step in rollout.steps]
-    lengths = [len(step.completion_token_ids) for step in steps]
-    shortened: dict[str, int] = {}
-    tokens, truncated = means["completion_tokens"], means["truncated"]
-    for step, length in zip(steps, lengths, strict=True):
-        if (actor := step.actor_id) is None:
-            sampled += 0 if step.facts.cached else length
-            continue
-        tokens[actor].append(length)
-        truncated[actor].append(step.finish_reason == "length")
-        if SHORTENED in step.info:
-            shortened[actor] = shortened.get(actor, 0) + 1
-    sampled += sum([length for step, length in zip(steps, lengths, strict=True) if step.actor_id is not None])
+    actors = list(map(attrgetter("actor_id"), steps))
+    lengths = list(map(len, map(attrgetter("completion_token_ids"), steps)))
+    sampled += sum(lengths)
+    if None in actors:  # judges; what their cache answered was not sampled
+        cached = [step.actor_id is None and step.facts.cached for step in steps]
+        sampled -= sum(compress(lengths, cached))
+    ends = list(map(attrgetter("finish_reason"), steps))
+    for actor, rows in rows_of(actors).items():
+        means["completion_tokens"][actor] = [lengths[row] for row in rows]
+        means["truncated"][actor] = [ends[row] == "length" for row in rows]
+    shortened = Counter(step.actor_id for step in steps if step.info and SHORTENED in step.info)
     facts = [step.facts for step in steps]
     for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
         column = list(map(attrgetter(kind), facts))
@@ -113,12 +122,12 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     }
     if playout_tokens:
         counts["playout_tokens"] = playout_tokens
-    counts |= {f"shortened/{actor}": shortened[actor] for actor in tokens if actor in shortened}
+    counts |= {f"shortened/{actor}": shortened[actor] for actor in means["truncated"] if actor in shortened}
     for rollout in rollouts:
         for name, count in (rollout.facts.mishaps or {}).items():
             counts[name] = counts.get(name, 0) + count
     finished = [rollout.meta.get("ended") for rollout in rollouts if rollout.error is None]
-    if ends := [end for end in finished if end is not None]:
-        counts["ended/max_turns"] = ends.count("max_turns") / len(ends)
-        counts["ended/context"] = ends.count("context") / len(finished)
+    if ended := [end for end in finished if end is not None]:
+        counts["ended/max_turns"] = ended.count("max_turns") / len(ended)
+        counts["ended/context"] = ended.count("context") / len(finished)
     return counts | {f"{kind}/{name}": float(np.mean(values)) for kind in MEANS for name, values in means[kind].items()}

@@ -21,7 +21,7 @@ TOKEN_ADVANTAGES = "token_advantages"
 
 
 class Places(NamedTuple):
-    """Some ``rows`` of a batch, in their order, and some of their ``tokens``, as places in the batch's stream."""
+    """Some ``rows`` of a batch, in their order, and some of their ``tokens``, as places among the batch's targets."""
 
     rows: np.ndarray
     tokens: np.ndarray
@@ -58,22 +58,37 @@ class Column:
     def check(self, prompt: int, completion: int, name: str) -> None:
         """Raise ``ValueError`` with the ``name`` unless it fits a sample of so many tokens."""
 
+    def first(self, prompt: int) -> int:
+        """Return the first of a prompt's tokens that the column has a value of; ``prompt``, their number, for none."""
+        return prompt
+
+    def behind(self, start: int) -> Self:
+        """Return the column without the values of the first ``start`` tokens of the prompt."""
+        return self
+
     @classmethod
     def join(cls, parts: Sequence[Any], lengths: np.ndarray) -> Column:
-        """Join the columns of samples; ``None`` for those without. ``lengths [B, 2]`` count prompts and completions."""
+        """Join the columns of samples; ``None`` for those without. ``lengths [B, 2]`` count the targets of each row:
+        those of the prompt's end, and the completion."""
         raise NotImplementedError
 
     @classmethod
-    def checked(cls, parts: Sequence[Any], lengths: np.ndarray, name: Callable[[int], str]) -> Column:
-        """Return :meth:`join` of ``parts``, after :meth:`check` of each; ``name(row)`` is the name of one."""
-        if cls.check is not Column.check:
-            for row, (part, (prompt, completion)) in enumerate(zip(parts, lengths.tolist(), strict=True)):
-                if part is not None:
-                    part.check(prompt, completion, name(row))
-        return cls.join(parts, lengths)
+    def checked(
+        cls, parts: Sequence[Any], lengths: np.ndarray, counts: np.ndarray, name: Callable[[int], str]
+    ) -> Column:
+        """Return :meth:`join` of ``parts``, after :meth:`check` of each; ``name(row)`` is the name of one.
+
+        ``lengths [B, 2]`` count whole prompts and completions, ``counts [B, 2]`` the targets of each row.
+        """
+        own = list(parts)
+        for row, (prompt, completion) in enumerate(lengths.tolist()):
+            if (part := own[row]) is not None:
+                part.check(prompt, completion, name(row))
+                own[row] = part.behind(prompt - int(counts[row, 0]))
+        return cls.join(own, counts)
 
     def trained(self, loss_mask: np.ndarray) -> np.ndarray:
-        """Return the batch's ``loss_mask [N]`` without tokens that can't train."""
+        """Return the mask ``[N]`` of a batch's targets that train without those that can't."""
         return loss_mask
 
     # -- from a batch to micro-batches ---------------------------------------------------------------------------------
@@ -154,6 +169,12 @@ class TokenColumn(Column):
         if not valid:
             raise ValueError(f"{name}={self.values!r:.80}: expected {length} finite numbers, one per {self.per}")
 
+    def first(self, prompt: int) -> int:
+        return 0 if self.of_tokens[0] else prompt
+
+    def behind(self, start: int) -> Self:
+        return replace(self, values=np.asarray(self.values)[start:]) if self.of_tokens[0] else self
+
     @classmethod
     def join(cls, parts: Sequence[Self | None], lengths: np.ndarray) -> Self:
         has = np.fromiter((part is not None for part in parts), dtype=bool, count=len(parts))
@@ -163,20 +184,22 @@ class TokenColumn(Column):
         return cls(joined)
 
     @classmethod
-    def checked(cls, parts: Sequence[Any], lengths: np.ndarray, name: Callable[[int], str]) -> Column:
+    def checked(
+        cls, parts: Sequence[Any], lengths: np.ndarray, counts: np.ndarray, name: Callable[[int], str]
+    ) -> Column:
         """Look at all values at once, and at each sample's where that finds fault."""
         own = [part for part in parts if part is not None]
         has = np.array([part is not None for part in parts])
         types = {getattr(part.values, "dtype", None) for part in own}
         try:
             same = cls.check is TokenColumn.check and (cls.dtype is not None or len(types) == 1)
-            fits = [len(part.values) for part in own] == (lengths * cls.of_tokens).sum(axis=1)[has].tolist()
-            joined = cls.join(parts, lengths) if same and fits else None
+            fits = not cls.of_tokens[0] and [len(part.values) for part in own] == lengths[has, 1].tolist()
+            joined = cls.join(parts, counts) if same and fits else None
             if joined is not None and np.isfinite(joined.values).all():
                 return joined
         except (TypeError, ValueError):
             pass
-        return super().checked(parts, lengths, name)
+        return super().checked(parts, lengths, counts, name)
 
     def select(self, places: Places) -> Self:
         return replace(self, values=self.values[places.tokens])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -80,8 +80,9 @@ class Prefix(Sequence[T]):
         return Prefix(self.shared, min(length, self.length), self.tail[: max(length - self.length, 0)])
 
     def behind(self, length: int) -> Any:
-        """Return a new list, or array of int32, of the items after the first ``length`` shared ones."""
-        return self.tail[:] if self.shared is None else self.shared.items[length : self.length] + self.tail
+        """Return a new list, or array of int32, of the items after the first ``length``."""
+        tail = self.tail[max(length - self.length, 0) :]
+        return tail if self.shared is None else self.shared.items[length : self.length] + tail
 
     def whole(self) -> Any:
         """Return a new list, or array of int32, of all items."""
@@ -144,6 +145,10 @@ class Prefix(Sequence[T]):
         return np.asarray(np.frombuffer(whole, np.int32) if isinstance(whole, array) else whole, dtype=dtype)
 
 
+NO_TOKENS: Prefix[int] = Prefix(None, 0, array(TOKENS))
+"""The prompt of a row that has no other tokens than its own."""
+
+
 def shared_length(one: Prefix[T], other: Prefix[T]) -> int:
     """Return how many first items of both are known to be the same, without a look at each: 0 if that is not known."""
     shared = min(one.length, other.length) if one.shared is other.shared else 0
@@ -151,6 +156,17 @@ def shared_length(one: Prefix[T], other: Prefix[T]) -> int:
     if shared == one.length and end <= len(other) and other[shared:end] == list(one.tail):
         return end
     return shared
+
+
+def begins(longer: Prefix[T], prompt: Prefix[T], rest: Sequence[T]) -> bool:
+    """True if ``longer`` begins with ``prompt`` and then ``rest``. What both share is not compared."""
+    end, known = len(prompt) + len(rest), shared_length(prompt, longer)
+    return end <= len(longer) and longer[known:end] == [*prompt[known:], *rest]
+
+
+def as_prefix(ids: Any) -> Prefix[int]:
+    """Return token ids that a step or a sample keeps, as :meth:`Prefix.of_tokens` gives them."""
+    return ids if isinstance(ids, Prefix) else Prefix.of_tokens(ids)
 
 
 def as_tokens(ids: Iterable[int]) -> array[int]:
@@ -183,6 +199,12 @@ class _Shared:
         self.slot.__set__(owner, value)
 
 
+_KEPT: dict[str, dict[type, Callable[[Any], Any]]] = {}
+"""By field and class: what reads the field as it is kept."""
+
+_NONE: dict[type, Callable[[Any], Any]] = {}
+
+
 def shares(*names: str) -> Any:
     """Let fields of a dataclass with slots keep a :class:`Prefix`; each access to them makes a list.
 
@@ -191,7 +213,9 @@ def shares(*names: str) -> Any:
 
     def decorate(kind: C) -> C:
         for name in names:
-            setattr(kind, name, _Shared(kind.__dict__[name]))
+            slot = kind.__dict__[name]
+            setattr(kind, name, _Shared(slot))
+            _KEPT.setdefault(name, {})[kind] = slot.__get__
         every = tuple(field.name for field in fields(kind))
 
         def getstate(self: Any) -> tuple[None, dict[str, Any]]:
@@ -212,8 +236,8 @@ def _setstate(self: Any, state: tuple[None, Mapping[str, Any]]) -> None:
 
 def kept(owner: Any, name: str) -> Any:
     """Return what a field keeps: a :class:`Prefix`, or the list that it was given."""
-    found = type(owner).__dict__.get(name)
-    return found.slot.__get__(owner) if isinstance(found, _Shared) else getattr(owner, name)
+    get = _KEPT.get(name, _NONE).get(type(owner))
+    return getattr(owner, name) if get is None else get(owner)
 
 
 def prompt_tokens(owner: Any) -> Any:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from turnwise.chat.continuation import Conversations
+from turnwise.chat.continuation import Conversations, LongChatError
 from turnwise.integrations.gateway import AgentEpisode, Gateway
 from turnwise.integrations.gateway.service import reading
 from turnwise.integrations.gateway.service.standing import standing
@@ -20,7 +20,7 @@ from turnwise.integrations.gateway.sessions.limits import LONG
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire import openai_chat
 
-from .helpers import USER, Hanging, arena_of, play, scripted
+from .helpers import ADD, USER, Hanging, arena_of, play, scripted
 
 
 async def sent(model, path: str, body: bytes, length: int | None = None, more: str = "", host: str | None = None):
@@ -210,6 +210,33 @@ def test_a_short_request_that_continues_a_long_one_is_rendered_in_a_thread(monke
 
     play(agent, ["4"])
     assert in_loop == [False, False]
+
+
+def test_a_long_chat_that_goes_on_is_rendered_in_the_event_loop_unless_all_of_it_must_be(monkeypatch):
+    prompt, rendered = Conversations.prompt, []
+
+    def noted(*arguments, **options):
+        in_loop = threading.current_thread() is threading.main_thread()
+        try:
+            found = prompt(*arguments, **options)
+        except LongChatError:
+            rendered.append((in_loop, "too long"))
+            raise
+        rendered.append((in_loop, "whole" if not found.reused else "new"))
+        return found
+
+    monkeypatch.setattr(Conversations, "prompt", noted)
+
+    async def agent(seen, models):
+        client = models["solver"].async_openai_client().chat.completions
+        messages = [{"role": "user", "content": "a " * LONG}]
+        for tools in ([], [], [], [ADD]):
+            answer = await client.create(model="solver", messages=messages, tools=tools)
+            messages += [answer.choices[0].message.to_dict(), *USER]
+            seen.append(answer.usage.prompt_tokens_details.cached_tokens > LONG)
+
+    assert play(agent, ["4"]).seen == [False, True, True, False]
+    assert rendered == [(False, "whole"), (False, "new"), (True, "new"), (True, "too long"), (False, "whole")]
 
 
 STRANGE = {

@@ -176,8 +176,11 @@ time.sleep(60)
     "memory of one": ("bytearray(500 << 20)", "MemoryError"),
     "one file": ("""
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-open("big", "wb").write(bytes(40 << 20))
-""", "File too large"),
+try:
+    open("big", "wb").write(bytes(40 << 20))
+finally:
+    os.unlink("big")
+""", "File too large|more disk than disk_gb=0.03"),
     "files": ("""
 for number in range(1000):
     open(f"f{number}", "w").close()
@@ -265,8 +268,8 @@ result(1)
 def test_a_container_has_limits_of_processes_memory_and_disk(tmp_path, kind):
     code, problem = BEYOND[kind]
     rollout = play_contained(tmp_path, code, container={"tool": "bwrap", **SMALL}, timeout=30.0)
-    if problem:
-        assert problem in rollout.error, rollout.error
+    if problem:  # a file as large as the disk may be seen before its writer hears of it
+        assert any(each in rollout.error for each in problem.split("|") if each), rollout.error
     else:
         assert rollout.error is None and rollout.rewards == {"solver": 1.0}, rollout.error
 

@@ -64,7 +64,7 @@ async def sampled(client: TinkerClient, version: int) -> TrainingBatch:
     rows = [response.prompt_token_ids + response.completion_token_ids for response in responses]
     ours = [np.arange(len(row)) >= 7 - i for i, row in enumerate(rows)]
     logprobs = [[0.0] * (7 - i) + response.logprobs for i, response in enumerate(responses)]
-    return TrainingBatch(
+    return TrainingBatch.of_rows(
         token_ids=np.concatenate(rows),
         cu_seqlens=np.cumsum([0, *map(len, rows)]),
         loss_mask=np.concatenate(ours).astype(np.uint8),

@@ -104,7 +104,7 @@ def make_batch(prompts: int = 5, siblings: int = 3, seed: int = 0) -> TrainingBa
             masks.append(np.concatenate([np.zeros(len(prompt)), rng.random(len(answer)) < 0.9]).astype(np.uint8))
     count = len(rows)
     mask = np.concatenate(masks)
-    return TrainingBatch(
+    return TrainingBatch.of_rows(
         token_ids=np.concatenate(rows),
         cu_seqlens=np.cumsum([0, *map(len, rows)]),
         loss_mask=mask,

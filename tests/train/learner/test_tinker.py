@@ -33,6 +33,7 @@ from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import Terms
 from turnwise.train.terms.term import Part
 from turnwise.types import TrainingBatch
+from turnwise.types.prompts import NO_TOKENS
 
 from .sharded_ranks import make_batch as siblings
 from .sharded_ranks import make_lm
@@ -71,7 +72,7 @@ def make_batch(seed: int = 0) -> TrainingBatch:
     logprobs = -5.5 + np.random.default_rng(seed).normal(size=len(batch.loss_mask))
     return replace(
         batch,
-        rollout_logprobs=logprobs.astype(np.float32) * batch.loss_mask,
+        target_logprobs=logprobs.astype(np.float32) * batch.loss_mask,
         temperatures=np.ones(len(batch), np.float32),
         policy_index=np.arange(len(batch)) % 2,
         policies=list(NAMES),
@@ -214,9 +215,9 @@ def test_a_worked_example_of_advantages_on_the_wire() -> None:
     """
     batch = replace(
         make_batch(),
-        token_ids=np.array([1, 2, 3, 4, 1, 2, 5]), cu_seqlens=np.array([0, 4, 7]),
-        loss_mask=np.array([0, 0, 1, 1, 0, 0, 1], np.uint8),
-        rollout_logprobs=np.array([0, -200, -1, -2, 0, 0, -3], np.float32),
+        contexts=[NO_TOKENS] * 2, targets=np.array([1, 2, 3, 4, 1, 2, 5]), cu_targets=np.array([0, 4, 7]),
+        target_mask=np.array([0, 0, 1, 1, 0, 0, 1], np.uint8),
+        target_logprobs=np.array([0, -200, -1, -2, 0, 0, -3], np.float32),
         advantages=np.array([3, -6], np.float32), temperatures=np.ones(2, np.float32),
         actor_index=np.zeros(2, np.int64), policy_index=np.zeros(2, np.int64),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from hashlib import blake2b
 
 import numpy as np
 
@@ -85,20 +86,26 @@ def check_batch(batch: TrainingBatch, results: Sequence[GenerateResult]) -> None
     """
     prompts: dict[Hashable, set[int]] = {}
     for step in (step for top in results for result in top.walk() for step in result.rollout.steps):
-        key = (step.actor_id, tuple(prompt_tokens(step)) + tuple(step.completion_token_ids))
+        key = (step.actor_id, _digest(prompt_tokens(step), step.completion_token_ids))
         prompts.setdefault(key, set()).add(len(prompt_tokens(step)))
     for row in range(len(batch)):
-        start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+        targets = slice(batch.cu_targets[row], batch.cu_targets[row + 1])
         actor = batch.actors[int(batch.actor_index[row])]
-        lengths = prompts.get((actor, tuple(batch.token_ids[start:end].tolist())))
+        lengths = prompts.get((actor, _digest(batch.contexts[row], batch.targets[targets])))
         if lengths is None:
             raise LeakError(f"row {row} of the batch: no recorded call of actor {actor!r} has its tokens")
-        trained = np.flatnonzero(batch.loss_mask[start:end])
+        trained = len(batch.contexts[row]) + np.flatnonzero(batch.target_mask[targets])
         if len(trained) and trained[0] < min(lengths):
             raise LeakError(
                 f"row {row} of the batch: actor {actor!r} would train on token {int(trained[0])}, and its own "
                 f"completion begins at {min(lengths)}"
             )
+
+
+def _digest(first: Sequence[int], rest: Sequence[int] | np.ndarray) -> bytes:
+    digest = blake2b(np.asarray(first, dtype=np.int64).tobytes(), digest_size=16)
+    digest.update(np.asarray(rest, dtype=np.int64).tobytes())
+    return digest.digest()
 
 
 def sampled_key(actor: str | None, token_ids: Sequence[int]) -> Hashable:

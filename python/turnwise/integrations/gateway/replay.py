@@ -136,7 +136,7 @@ class ReplayedEpisode(MultiTurnEpisode):
         return ""
 
     def build_messages(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
-        return self._pending(state)[1].messages
+        return list(self._pending(state)[1].messages)
 
     async def call_model(
         self, actor_id: str | None, prompt: str | Messages, arena: ArenaForHooks, **options: Any

@@ -5,9 +5,10 @@ The cut into micro-batches never changes the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,7 +34,7 @@ class MicroBatch:
     ``token_ids_T`` and ``position_ids_T`` (int64) are the stream, ``lengths`` the tokens of each row. Rows follow one
     another, or with a ``tree`` form its branches, so that a shared prefix is in the stream once.
     For each of the ``N`` packed completion tokens, ``source_N`` is the stream's position of the token before it, whose
-    hidden state predicts it. ``row_N`` is its row here, ``token_N`` its place in the batch's own stream.
+    hidden state predicts it. ``row_N`` is its row here, ``token_N`` its place among the batch's ``targets``.
     ``cu_seqlens [b+1]`` cuts the packed columns ``targets_N, rollout_logprobs_N, mask_N`` by row; ``advantages_B,
     temperatures_B, actor_ids_B`` are per row. ``columns`` are those of the batch, each cut and laid out by its kind
     (:class:`~turnwise.types.Column`). Tokens that a column reads too are among the ``N``; ``mask_N`` is 0 there.
@@ -139,9 +140,11 @@ def _families(batch: TrainingBatch, rows: np.ndarray) -> list[np.ndarray]:
     """Group ``rows`` by prompt."""
     families: dict[bytes, list[int]] = {}
     for row in rows.tolist():
-        start, end = batch.cu_seqlens[row], batch.cu_seqlens[row + 1]
-        prompt = batch.token_ids[start : start + _first_set(batch.loss_mask[start:end])]
-        families.setdefault(prompt.tobytes(), []).append(row)
+        start, end = batch.cu_targets[row], batch.cu_targets[row + 1]
+        rest = batch.targets[start : start + _first_set(batch.target_mask[start:end])]
+        prompt = blake2b(batch.contexts[row].whole(), digest_size=16)
+        prompt.update(rest.astype(np.int32).tobytes())
+        families.setdefault(prompt.digest(), []).append(row)
     return [np.array(family) for family in families.values()]
 
 
@@ -156,10 +159,16 @@ def micro_batches(
     With ``blocks`` the rows of each micro-batch fit into one block of padded rows (:func:`like_lengths`).
     """
     if trie_share:
-        trie = PrefixTree(batch.token_ids, batch.cu_seqlens, rows, last=False)
+        stream, starts, ends = batch.overlapping(rows)
+
+        def trie_of(part: np.ndarray) -> PrefixTree:
+            return PrefixTree.of_places(stream, starts[part], ends[part], last=False)
+
+        whole = np.arange(len(rows))
+        trie = trie_of(whole)
         if len(trie) <= trie_share * trie.num_tokens:
-            return [pack(batch, part, trie=t) for part, t in _parts(batch, rows, trie, max_tokens)]
-    lengths = np.diff(batch.cu_seqlens)
+            return [pack(batch, rows[part], trie=t) for part, t in _parts(whole, trie, trie_of, max_tokens)]
+    lengths = batch.lengths
     parts = _balanced(lengths[rows], rows, max_tokens)
     if blocks:
         parts = [part[group] for part in parts for group in like_lengths(tuple(lengths[part].tolist()))]
@@ -167,18 +176,14 @@ def micro_batches(
 
 
 def _parts(
-    batch: TrainingBatch, rows: np.ndarray, trie: PrefixTree, max_tokens: int
+    rows: np.ndarray, trie: PrefixTree, trie_of: Callable[[np.ndarray], PrefixTree], max_tokens: int
 ) -> list[tuple[np.ndarray, PrefixTree]]:
     """Cut ``rows`` into parts whose tries fit. A part's trie may share less than the whole one, so parts are cut again
     until they fit."""
     cut = [rows[part] for part in trie.cut(max_tokens)]
     if len(cut) <= 1:
         return [(rows, trie)] if cut else []
-    return [
-        fit
-        for part in cut
-        for fit in _parts(batch, part, PrefixTree(batch.token_ids, batch.cu_seqlens, part, last=False), max_tokens)
-    ]
+    return [fit for part in cut for fit in _parts(part, trie_of(part), trie_of, max_tokens)]
 
 
 def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np.ndarray]:
@@ -204,23 +209,23 @@ def _balanced(lengths: np.ndarray, rows: np.ndarray, max_tokens: int) -> list[np
 def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = None) -> MicroBatch:
     """Lay out ``rows`` one after the other, or as their ``trie``. The first token of a row has no log-prob, so it never
     trains."""
-    # Completion tokens of each row: their first position, their count, and their places in the batch's stream.
-    starts, ends = batch.cu_seqlens[:-1][rows], batch.cu_seqlens[1:][rows]
-    lengths = ends - starts
-    read = batch.loss_mask
+    # The targets of each row from the first that is read on: their count, and their places among the batch's targets.
+    starts, ends = batch.cu_targets[:-1][rows], batch.cu_targets[1:][rows]
+    lengths = batch.lengths[rows]
+    read = batch.target_mask
     for column in batch.columns.values():
         read = column.read(read)
-    first = [max(1, _first_set(read[start:end])) for start, end in zip(starts, ends, strict=True)]
-    firsts = np.minimum(np.array(first, dtype=np.int64), lengths)
+    skipped = np.array([_first_set(read[start:end]) for start, end in zip(starts, ends, strict=True)], dtype=np.int64)
+    firsts = np.minimum(np.maximum(lengths - (ends - starts) + skipped, 1), lengths)
     counts = lengths - firsts
-    where = ranges(starts + firsts, counts)
+    where = ranges(ends - counts, counts)
     # The stream, and in it the place before each completion token.
     tree = None
     if trie is not None:
         tree, token_ids, position_ids = trie.tree(), trie.token_ids, trie.position_ids
         source = trie.places(np.maximum(firsts - 1, 0), counts)
     else:
-        token_ids = torch.from_numpy(batch.token_ids[ranges(starts, lengths)])
+        token_ids = torch.from_numpy(batch.tokens_of(rows))
         position_ids = torch.from_numpy(ranges(np.zeros_like(lengths), lengths))
         source = torch.from_numpy(ranges(np.cumsum(lengths) - lengths + firsts - 1, counts))
 
@@ -240,9 +245,9 @@ def pack(batch: TrainingBatch, rows: np.ndarray, *, trie: PrefixTree | None = No
         row_N=torch.from_numpy(np.repeat(np.arange(len(lengths)), counts)),
         token_N=torch.from_numpy(where),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
-        targets_N=torch.from_numpy(batch.token_ids[where]),
-        rollout_logprobs_N=torch.from_numpy(batch.rollout_logprobs[where]),
-        mask_N=torch.from_numpy(batch.loss_mask[where]),
+        targets_N=torch.from_numpy(batch.targets[where]),
+        rollout_logprobs_N=torch.from_numpy(batch.target_logprobs[where]),
+        mask_N=torch.from_numpy(batch.target_mask[where]),
         advantages_B=torch.from_numpy(batch.advantages[rows]),
         temperatures_B=torch.from_numpy(batch.temperatures[rows]),
         actor_ids_B=torch.from_numpy(batch.actor_index[rows]),

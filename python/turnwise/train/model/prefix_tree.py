@@ -49,6 +49,16 @@ class PrefixTree:
         starts, ends = offsets[:-1], offsets[1:]
         if rows is not None:
             starts, ends = starts[rows], ends[rows]
+        self._build(stream, starts, ends, least, last)
+
+    @classmethod
+    def of_places(cls, stream: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, last: bool = True) -> PrefixTree:
+        """Return a trie of the rows ``stream[starts[i]:ends[i]]``, all int64, which may lie on one another."""
+        tree = cls.__new__(cls)
+        tree._build(stream, starts, ends, 1, last)
+        return tree
+
+    def _build(self, stream: np.ndarray, starts: np.ndarray, ends: np.ndarray, least: int, last: bool) -> None:
         self._stream, self._ends, self._lengths = stream, ends, ends - starts
         self.num_tokens = int(self._lengths.sum())
         stops = ends if last else ends - (self._lengths > 1)

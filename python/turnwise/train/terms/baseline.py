@@ -117,7 +117,7 @@ class OptimalTokenBaseline(Term):
         whole = pack(batch, rows)
         with torch.no_grad():
             micros = policy.cut(batch, rows, policy.micro_batch_tokens(max_tokens))
-            stream = policy.over_stream(len(batch.token_ids), micros, read_both)
+            stream = policy.over_stream(len(batch.targets), micros, read_both)
             logprobs_N, squares_N = stream.cpu()[whole.token_N].unbind(-1)
             advantages_N, returns_N = optimal_token_baseline(
                 at_last_token(whole.advantages_B, whole.row_N, whole.mask_N != 0),

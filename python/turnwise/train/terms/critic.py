@@ -87,7 +87,7 @@ class Critic(Term):
         self.attach(policy, self.config)
         self._head = policy.heads[HEAD].module
         self._measured: dict[str, float] = {}
-        self.valued = torch.zeros(len(batch.token_ids), dtype=torch.bool, device=policy.device)
+        self.valued = torch.zeros(len(batch.targets), dtype=torch.bool, device=policy.device)
         self.old_values, self.returns = torch.zeros((2, *self.valued.shape), device=policy.device)
         if not len(rows):
             return batch
@@ -97,7 +97,7 @@ class Critic(Term):
 
         policy.model.eval()
         read = policy.over_stream(
-            len(batch.token_ids), policy.cut(batch, rows, policy.micro_batch_tokens(max_tokens)), read_values
+            len(batch.targets), policy.cut(batch, rows, policy.micro_batch_tokens(max_tokens)), read_values
         )
         whole = pack(batch, rows)
         self.valued[whole.token_N.to(self.valued.device)] = True

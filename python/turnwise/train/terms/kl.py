@@ -162,7 +162,7 @@ def reference_logprobs(policy: Policy, batch: TrainingBatch, max_tokens: int) ->
     assert read is not None, f"policy {policy.name!r} has no reference"
     policy.model.eval()  # an adapter's reference is its own model with the adapter off
     micros = policy.cut(batch, np.arange(len(batch)), max_tokens)
-    return policy.over_stream(len(batch.token_ids), micros, lambda micro: read.read(micro).logprobs_N).double().cpu()
+    return policy.over_stream(len(batch.targets), micros, lambda micro: read.read(micro).logprobs_N).double().cpu()
 
 
 def in_reward(config: KLConfig) -> bool:
@@ -218,11 +218,11 @@ class KLPenalty(Stage):
     def _row_kl(self, name: str, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's sum of log-prob differences ``[b]`` float64, and its number of trained tokens ``[b]``."""
         batch = pack([replace(sample, advantage=0.0) for sample in samples], {}, {})
-        starts = batch.cu_seqlens[:-1]
-        trained = batch.loss_mask.astype(bool)
-        trained[starts] = False  # a row's first token has no log-prob
+        starts = batch.cu_targets[:-1]
+        trained = batch.target_mask.astype(bool)
+        trained[starts[batch.context_lengths == 0]] = False  # a row's first token has no log-prob
         reference = self.reference_logprobs(name, batch).numpy()
-        difference = np.where(trained, batch.rollout_logprobs.astype(np.float64) - reference, 0.0)
+        difference = np.where(trained, batch.target_logprobs.astype(np.float64) - reference, 0.0)
         return np.add.reduceat(difference, starts), np.add.reduceat(trained.astype(np.int64), starts)
 
     def trained(self) -> dict[str, float]:

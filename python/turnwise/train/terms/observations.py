@@ -17,10 +17,10 @@ from pydantic import Field
 from turnwise.arena.stages.stage import Stage
 from turnwise.settings.section import Section
 from turnwise.train.terms.term import Added, Part, Term
-from turnwise.types import GenerateResult, Sample, TokenColumn, TrainingBatch
+from turnwise.types import GenerateResult, Sample, Step, TokenColumn, TrainingBatch
 from turnwise.types.columns import Stream
 from turnwise.types.passes import Read
-from turnwise.types.prompts import prompt_tokens
+from turnwise.types.prompts import as_prefix, begins, kept, prompt_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,19 @@ class ObservationSettings(Section):
 @dataclass(frozen=True, eq=False)
 class Observed(TokenColumn):
     """Marks the observed tokens with 1, which are read too. No policy sampled them, so their temperature is 1."""
+
+    start: int = 0
+    """Number of a sample's first tokens that are not observed, and have no values."""
+
+    def check(self, prompt: int, completion: int, name: str) -> None:
+        super().check(prompt - self.start, completion, name)
+
+    def first(self, prompt: int) -> int:
+        return self.start
+
+    def behind(self, start: int) -> Observed:
+        values = np.asarray(self.values)[max(0, start - self.start) :]
+        return Observed(np.concatenate([np.zeros(max(0, self.start - start), values.dtype), values]))
 
     def read(self, mask: np.ndarray) -> np.ndarray:
         read: np.ndarray = mask | self.values
@@ -69,23 +82,23 @@ class ObservationMarks(Stage):
     name = "observation_marks"
 
     def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
-        calls: dict[tuple[str, str, int], list[list[int]]] = {}
+        calls: dict[tuple[str, str, int], list[Step]] = {}
         answers: dict[tuple[str, int], int] = {}
         for rollout in (node.rollout for top in results for node in top.walk()):
             for index, step in enumerate(rollout.steps):
-                count = sum(message["role"] == "assistant" for message in step.prompt)
+                count = sum(message["role"] == "assistant" for message in kept(step, "prompt"))
                 answers[rollout.id, index] = count
                 if step.actor_id is not None and step.completion_token_ids:
-                    whole = [*prompt_tokens(step), *step.completion_token_ids]
-                    calls.setdefault((rollout.id, step.actor_id, count), []).append(whole)
+                    calls.setdefault((rollout.id, step.actor_id, count), []).append(step)
         unmatched: dict[str, list[bool]] = {}
         for sample in samples:
-            prompt, count = list(prompt_tokens(sample)), answers[sample.rollout_id, sample.step_index]
+            prompt, count = as_prefix(prompt_tokens(sample)), answers[sample.rollout_id, sample.step_index]
             earlier = calls.get((sample.rollout_id, sample.actor, count - 1), [])
-            starts = [len(call) for call in earlier if prompt[: len(call)] == call]
-            mask = np.zeros(len(prompt) + len(sample.completion_token_ids), dtype=np.uint8)
-            mask[max(starts, default=len(prompt)) : len(prompt)] = 1
-            sample.columns[NAME] = Observed(mask)
+            asked = [(as_prefix(prompt_tokens(step)), step.completion_token_ids) for step in earlier]
+            starts = [len(call) + len(answer) for call, answer in asked if begins(prompt, call, answer)]
+            start = max(starts, default=len(prompt))
+            marks = np.repeat(np.array([1, 0], np.uint8), [len(prompt) - start, len(sample.completion_token_ids)])
+            sample.columns[NAME] = Observed(marks, start)
             if earlier:
                 unmatched.setdefault(sample.actor, []).append(not starts)
         return {f"observations/unmatched/{actor}": sum(each) / len(each) for actor, each in unmatched.items()}
@@ -126,7 +139,7 @@ class Observations(Term):
                 f"batch.columns has no {NAME!r}: expected marked observations with loss.observation_coef: call "
                 "arena.add_stage(ObservationMarks())"
             )
-        sums = np.concatenate([[0], marks.values.cumsum(dtype=np.int64)])[batch.cu_seqlens]
+        sums = np.concatenate([[0], marks.values.cumsum(dtype=np.int64)])[batch.cu_targets]
         if not np.diff(sums)[rows].any():
             text = "no chat of this batch goes on after an answer with the same tokens, so there is nothing to predict"
             warnings.warn(f"loss.observation_coef, policy {policy.name!r}: {text}", RuntimeWarning, stacklevel=4)

@@ -28,7 +28,7 @@ def with_token_advantages(
 
     Advantages per token that the batch has already, those of a teacher, are added.
     """
-    token_advantages = np.zeros(len(batch.token_ids), dtype=np.float32)
+    token_advantages = np.zeros(len(batch.targets), dtype=np.float32)
     if isinstance(given := batch.columns.get(TOKEN_ADVANTAGES), TokenColumn):
         token_advantages += given.values
     token_advantages[whole.token_N.numpy()] += advantages_N.numpy()

@@ -83,7 +83,7 @@ class HeldOut:
         """
         policy.model.eval()
         rows = np.arange(len(self.prompt_of_row))
-        logprobs, entropies, missed = (np.zeros(len(self.batch.token_ids)) for _ in range(3))
+        logprobs, entropies, missed = (np.zeros(len(self.batch.targets)) for _ in range(3))
         for cut in micro_batches(self.batch, rows, self.micro_batch_tokens, trie_share=policy.trie_share):
             micro = cut.to(policy.device)
             logprobs_N, entropies_N = policy.logprobs(micro, entropy=True)
@@ -91,8 +91,8 @@ class HeldOut:
             tokens_N = micro.token_N.cpu().numpy()
             logprobs[tokens_N], entropies[tokens_N] = logprobs_N.cpu().numpy(), entropies_N.cpu().numpy()
             missed[tokens_N] = (sharp_N <= math.log(0.5)).cpu().numpy()
-        tokens = int(self.batch.loss_mask.sum())
-        whole = np.add.reduceat(missed, self.batch.cu_seqlens[:-1]) == 0
+        tokens = int(self.batch.target_mask.sum())
+        whole = np.add.reduceat(missed, self.batch.cu_targets[:-1]) == 0
         return HeldOutCheck(
             step,
             loss=-logprobs.sum() / tokens,

@@ -173,7 +173,7 @@ class UpdateLog:
 
 def describe_bad_rows(batch: TrainingBatch, tokens: np.ndarray) -> str:
     """Describe the first rows with non-finite log-probs or advantages; ``tokens`` are places in the batch's stream."""
-    rows = np.unique(np.searchsorted(batch.cu_seqlens, tokens, side="right") - 1)
+    rows = np.unique(np.searchsorted(batch.cu_targets, tokens, side="right") - 1)
     if not len(rows):
         return "the log-probs and advantages of all rows are finite"
     described = [

@@ -223,7 +223,7 @@ def constant_credit(demonstrations: Sequence[Demonstration]) -> TrainingBatch:
         token for row in demonstrations for ids in (row.prompt_token_ids, row.completion_token_ids) for token in ids
     ]
     rows = len(demonstrations)
-    return TrainingBatch(
+    return TrainingBatch.of_rows(
         token_ids=np.array(tokens, dtype=np.int64),
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]),
         loss_mask=(within >= np.repeat(prompts, lengths)).astype(np.uint8),

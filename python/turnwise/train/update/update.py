@@ -138,4 +138,4 @@ def old_logprobs(policy: Policy, batch: TrainingBatch, rows: np.ndarray, update:
     have none."""
     policy.model.eval()  # as the sampler
     micros = policy.cut(batch, rows, policy.micro_batch_tokens(update.micro_batch_tokens))
-    return policy.over_stream(len(batch.token_ids), micros, policy.logprobs)
+    return policy.over_stream(len(batch.targets), micros, policy.logprobs)

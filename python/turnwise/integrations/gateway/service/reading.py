@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import socket
-from collections.abc import Mapping
-from functools import cache
-from hashlib import blake2b
+from functools import cache, partial
 from types import ModuleType
-from typing import Any
 
 from aiohttp import web
 
-from turnwise.chat.messages import well_formed_texts
 from turnwise.inference.common.listening import is_known_host
 from turnwise.inference.common.proxies import LOOPBACK
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt
 from turnwise.integrations.gateway.sessions.limits import LONG
 from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.integrations.gateway.settings import GatewaySettings
-from turnwise.integrations.gateway.wire.request import ParsedRequest, WireError, invalid, unauthorized
+from turnwise.integrations.gateway.wire.bodies import Body, parse_body
+from turnwise.integrations.gateway.wire.request import ParsedRequest, WireError, unauthorized
 from turnwise.utils.threads import to_thread
 
-MAX_VALUES = 20_000
-"""Objects and lists of one request: messages, parts, tools and their schemas."""
-DEEPEST = 100
-"""Levels of them in each other."""
 CONTINUES = {"previous_response_id", "thread"}
 """Fields that name an earlier answer, whose chat the request continues."""
-Body = Mapping[str, Any]
 
 
 async def read_bytes(request: web.Request, session: GatewaySession) -> bytes:
@@ -55,29 +46,13 @@ async def read_bytes(request: web.Request, session: GatewaySession) -> bytes:
 
 
 async def read_body(text: bytes, session: GatewaySession) -> Body:
-    async with session.limits.turn(len(text)):
-        return await to_thread(parse_body, text) if len(text) >= LONG else parse_body(text)
-
-
-def parse_body(text: bytes) -> Body:
-    try:
-        body = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise invalid(None, f"the request is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise invalid(None, "the request is no JSON object")
-    left: list[tuple[Any, int]] = [(body, 1)]
-    count = 0
-    while left:
-        value, depth = left.pop()
-        count += 1
-        if count > MAX_VALUES:
-            raise WireError(413, "body_too_large", f"the request has more than {MAX_VALUES} objects and lists")
-        if depth > DEEPEST:
-            raise invalid(None, f"the request is nested too deeply: more than {DEEPEST} levels")
-        parts = value.values() if isinstance(value, dict) else value
-        left += [(part, depth + 1) for part in parts if isinstance(part, (dict, list))]
-    return body if b"\\ud" not in text.lower() else well_formed_texts(body)
+    known = session.bodies.beginning(text)
+    new_bytes = len(text) - (known.ends[-1] - known.begin if known is not None else 0)
+    async with session.limits.turn(new_bytes):
+        parse = partial(parse_body, text, known)
+        body, beginning = await to_thread(parse) if new_bytes >= LONG else parse()
+    session.bodies.keep(beginning)
+    return body
 
 
 async def parse_request(
@@ -89,8 +64,10 @@ async def parse_request(
         parsed: ParsedRequest = dialect.parse(body, endpoint.earlier)
         return parsed, attempt_from(dialect, body, *named)
 
-    async with session.limits.turn(size):
-        parsed, attempt = await to_thread(read) if size >= LONG else read()
+    new_bytes = body.behind(endpoint.earlier.settled(dialect.DIALECT, body.get(body.chat)))
+    async with session.limits.turn(new_bytes):
+        parsed, attempt = await to_thread(read) if new_bytes >= LONG else read()
+    parsed.new_bytes = new_bytes
     parsed.size = size + (endpoint.kept if CONTINUES & body.keys() else 0)
     return parsed, attempt
 
@@ -139,8 +116,7 @@ def named_call(request: web.Request) -> tuple[str, int]:
 
 def attempt_from(dialect: ModuleType, body: Body, name: str, retries: int) -> Attempt:
     """Return what a request says of itself: the call that it names or may repeat, and the retries before it."""
-    text = json.dumps(body, sort_keys=True).encode(errors="surrogatepass")
-    digest = blake2b(text, digest_size=16).digest()
+    digest = body.digest()
     if name:
         return Attempt((dialect.__name__, name, digest), named=True)
     return Attempt((dialect.__name__, digest), retries=retries)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from turnwise.arena.runtime.context import EpisodeContext
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.runtime.tool_rounds import warn_of_unread
-from turnwise.chat.continuation import Prompt
+from turnwise.chat.continuation import LongChatError, Prompt
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, with_answer
@@ -83,19 +85,20 @@ class Answerer:
         return [choice for choice in sampled if isinstance(choice, Choice)]
 
     async def render(self, endpoint: ActorEndpoint, request: ParsedRequest) -> Prompt:
-        """Return the prompt of a request: a long one in a thread, one at a time for the whole attempt."""
+        """Return the prompt of a request. Where much of it is new, it is rendered in a thread, one at a time for the
+        whole attempt."""
         self.limits.check_prompts()
-        size = request.size + sum(len(message["content"]) for message in request.messages)
-        async with self.limits.turn(size):
-            prompt = (
-                await to_thread(self._rendered, endpoint, request)
-                if size >= LONG
-                else self._rendered(endpoint, request)
-            )
+        prompt = None
+        if request.new_bytes < LONG and endpoint.chats.new_characters(list(request.messages)) < LONG:
+            with suppress(LongChatError):
+                prompt = self._rendered(endpoint, request, most=LONG)
+        if prompt is None:
+            async with self.limits.turn(LONG):
+                prompt = await to_thread(self._rendered, endpoint, request)
         self.limits.prompt_tokens += len(prompt.ids)
         return prompt
 
-    def _rendered(self, endpoint: ActorEndpoint, request: ParsedRequest) -> Prompt:
+    def _rendered(self, endpoint: ActorEndpoint, request: ParsedRequest, most: float = math.inf) -> Prompt:
         """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""
         if request.tools:
             self.format.check_tools(request.tools)
@@ -103,11 +106,15 @@ class Answerer:
         assert request.continues_answer is not None
         try:
             prompt = endpoint.chats.prompt(
-                request.messages, request.tools, *request.instructions(), continues_answer=request.continues_answer
+                list(request.messages),
+                request.tools,
+                *request.instructions(),
+                continues_answer=request.continues_answer,
+                most=most,
             )
-            request.messages = prompt.chat.tolist()  # equal ones, which the calls of the session share
+            request.messages = prompt.chat  # equal ones, which the calls of the session share
             return prompt
-        except ChatError:
+        except (ChatError, LongChatError):
             raise
         except Exception as error:  # a template may raise anything for a chat that it doesn't take
             raise invalid("messages", f"the chat format can't render them: {type(error).__name__}: {error}") from error
@@ -228,15 +235,16 @@ class Answerer:
     def remember_id(self, endpoint: ActorEndpoint, request: ParsedRequest, completed: CompletedRequest) -> None:
         """Remember the answers by the ids of their calls, and the chat by the id of its answer, for later requests."""
         for choice in completed.choices:
-            endpoint.earlier.answers |= dict.fromkeys(choice.call_ids, choice.message())
+            endpoint.earlier.keep_answer(choice.call_ids, choice.message())
         if request.carried is not None:
             self._decide_end(request)
             answer = completed.choices[0].message()
-            goes_on = request.continues_answer and request.carried
-            chat = with_answer(request.carried, answer) if goes_on else [*request.carried, answer]
+            chat = request.carried.followed([], [answer])
+            if request.continues_answer:
+                chat = Prefix.of_messages(with_answer(request.carried, answer))
             endpoint.earlier.chats[completed.id] = chat, request.tools
             endpoint.kept = max(endpoint.kept, request.size)
-            endpoint.earlier.answers |= dict.fromkeys((completed.id, *completed.choices[0].call_ids), chat[-1])
+            endpoint.earlier.keep_answer((completed.id, *completed.choices[0].call_ids), chat[-1])
 
     def _decide_end(self, request: ParsedRequest) -> None:
         """Decide whether a request's chat is continued in its last message."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from turnwise.chat.continuation import Conversations
 from turnwise.integrations.gateway.wire.request import CompletedRequest, Earlier, ParsedRequest
-from turnwise.types import Messages, Step
+from turnwise.types import Message, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class ActorEndpoint:
     answers: dict[str, int] = field(default_factory=dict)
     """The texts of long answers, and the calls that gave them."""
 
-    def carried_in(self, messages: Messages) -> int | None:
+    def carried_in(self, messages: Sequence[Message]) -> int | None:
         """Return the latest call whose whole answer stands in a message of the agent, as its summary of a chat does."""
         given = "\n".join(message["content"] for message in messages if message["role"] != "assistant")
         return next((call for text, call in reversed([*self.answers.items()]) if text in given), None)

@@ -20,6 +20,7 @@ from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt,
 from turnwise.integrations.gateway.sessions.constrained import form_field
 from turnwise.integrations.gateway.sessions.limits import AttemptLimits
 from turnwise.integrations.gateway.settings import GatewaySettings
+from turnwise.integrations.gateway.wire.bodies import Bodies
 from turnwise.integrations.gateway.wire.request import CompletedRequest, ParsedRequest, WireError, invalid, session_over
 from turnwise.types import CHILD_ACTORS, ContextLengthError, DeadEndError
 from turnwise.types.protocols import ArenaForHooks
@@ -81,6 +82,7 @@ class GatewaySession:
         self.root: GatewaySession = self if parent is None else parent.root
         """The session of the attempt."""
         self.limits: AttemptLimits = AttemptLimits(settings) if parent is None else parent.limits
+        self.bodies = Bodies()
         self.answerer = Answerer(self.id, arena, self.format, self.context, self.limits)
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: list[Any] = []

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
-from turnwise.chat.messages import plain_messages, text_of
-from turnwise.chat.parts import JoinParts, always
+from turnwise.chat.messages import text_of
+from turnwise.chat.parts import always
+from turnwise.integrations.gateway.wire.chats import Dialect, Sent
 from turnwise.integrations.gateway.wire.request import (
     CompletedRequest,
     Earlier,
@@ -24,6 +25,7 @@ from turnwise.integrations.gateway.wire.request import (
     unsupported,
 )
 from turnwise.types import Messages
+from turnwise.types.prompts import Prefix
 
 IGNORED = ("service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id")
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -43,24 +45,26 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
     ]
     system = text_of(fields.take("system"), "system")
-    messages: Messages = []
     given = read_objects(fields.take("messages", []), "messages")
-    for index, message in enumerate(given):
-        messages += _messages(message, f"messages[{index}]")
     thread, config = fields.take("thread", {}), fields.take("output_config", {})
     if not isinstance(thread, Mapping) or not isinstance(config, Mapping):
         raise invalid("thread" if isinstance(config, Mapping) else "output_config", "expected an object")
-    answer_id = thread.get("previous_message_id")
-    messages, kept = continued(earlier, answer_id, messages, "thread.previous_message_id")
-    tools = tools if "tools" in body else kept  # a thread keeps its tools
-    if system:
-        goes_on = answer_id is not None and messages[0]["role"] == "system"
-        messages = [{"role": "system", "content": system}, *messages[goes_on:]]
-    messages = plain_messages(messages, JoinParts(earlier.find_answer, always))
+    lead: Messages = [{"role": "system", "content": system}] if system else []
+    if (answer_id := thread.get("previous_message_id")) is None:
+        messages, failed = earlier.plain(DIALECT, given, len(lead))
+    else:
+        new = [form for place, message in enumerate(given) for form in _messages(message, f"messages[{place}]")]
+        before, kept = continued(earlier, answer_id, new, "thread.previous_message_id")
+        begins = before[0]["role"] == "system"
+        lead = lead or before[:begins]
+        messages, _ = earlier.plain(DIALECT, Sent(before[begins:]), len(lead), is_converted=True)
+        failed = tuple(note for message in given for note in _not_shown(message))
+        tools = tools if "tools" in body else kept  # a thread keeps its tools
+    whole = [*lead, *messages]
     choice, format = fields.take("tool_choice"), fields.take("output_format")
     format = config.get("format", format)
     request = ParsedRequest(
-        messages,
+        whole,
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(choice, tools),
@@ -74,13 +78,10 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         stream=fields.flag("stream"),
         turn=fields.turn(),
         continues_answer=True,
-        carried=messages if thread else None,
+        carried=Prefix.of_messages(whole) if thread else None,
     )
-    blocks = [block for message in given if not isinstance(message["content"], str) for block in message["content"]]
-    # Templates show a tool's result, but no mark that it failed.
-    failed = any(block.get("is_error") for block in blocks)
-    lost = [*(["effort"] if config.get("effort") else []), *(["messages.is_error"] if failed else [])]
-    request.not_applied = (*fields.finish(HARMLESS, WISHES), *lost)
+    effort = ["effort"] if config.get("effort") else []
+    request.not_applied = (*fields.finish(HARMLESS, WISHES), *effort, *dict.fromkeys(failed))
     return request
 
 
@@ -120,6 +121,15 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
     if thoughts:
         plain["reasoning_content"] = "\n\n".join(thoughts)
     return [*results, plain] if texts or not results else results
+
+
+def _not_shown(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the mark that a tool failed, if a message has one: templates show its result alone."""
+    blocks = () if isinstance(message["content"], str) else message["content"]
+    return ("messages.is_error",) if any(block.get("is_error") for block in blocks) else ()
+
+
+DIALECT = Dialect("messages", _messages, always, notes=_not_shown)
 
 
 def answer(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
-from turnwise.chat.messages import not_shown, plain_messages
-from turnwise.chat.parts import JoinParts, never
+from turnwise.chat.messages import not_shown
+from turnwise.chat.parts import never
+from turnwise.integrations.gateway.wire.chats import Dialect
 from turnwise.integrations.gateway.wire.request import (
     MAX_CHOICES,
     Choice,
@@ -45,6 +46,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 WISHES = ("reasoning_effort", "reasoning", "verbosity", "thinking")
 """Fields that ask for effort or style. They are taken and counted, and change nothing."""
+DIALECT = Dialect("messages", lambda message, where: [message], never, notes=lambda message: not_shown([message]))
 FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
@@ -55,13 +57,13 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
     ]
     options = fields.take("stream_options", {})
-    messages = fields.take("messages")
+    messages, left_out = earlier.plain(DIALECT, fields.take("messages"))
     limits = [fields.count("max_completion_tokens"), fields.count("max_tokens")]
     n, top_k = fields.count("n") or 1, fields.count("top_k", -1)
     if n > MAX_CHOICES:
         raise unsupported("n", f"{n} choices are more than the {MAX_CHOICES} that are supported")
     request = ParsedRequest(
-        plain_messages(messages, JoinParts(earlier.find_answer, never)),
+        messages.tolist(),
         str(fields.take("model", "")),
         tools,
         choice=tool_choice(fields.take("tool_choice"), tools),
@@ -80,7 +82,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         turn=fields.turn(),
         continues_answer=fields.flag("continue_final_message", None),
     )
-    request.not_applied = (*fields.finish(HARMLESS, WISHES), *not_shown(messages))
+    request.not_applied = (*fields.finish(HARMLESS, WISHES), *left_out)
     return request
 
 

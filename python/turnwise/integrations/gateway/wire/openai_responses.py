@@ -8,8 +8,9 @@ from typing import Any
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import not_shown, plain_messages, text_of
-from turnwise.chat.parts import JoinParts, as_items
+from turnwise.chat.parts import as_items
 from turnwise.integrations.gateway.wire import openai_chat
+from turnwise.integrations.gateway.wire.chats import Dialect
 from turnwise.integrations.gateway.wire.request import (
     CompletedRequest,
     Earlier,
@@ -43,9 +44,14 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
     ]
     instructions, given = fields.take("instructions"), fields.take("input")
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else _messages(given)
-    messages, _ = continued(earlier, fields.take("previous_response_id"), messages, "previous_response_id")
-    messages = plain_messages(messages, JoinParts(earlier.find_answer, as_items, moves_results=True))
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else read_objects(given, "input")
+    if (answer_id := fields.take("previous_response_id")) is None:
+        messages, names = earlier.plain(DIALECT, items)
+    else:
+        new = [form for place, item in enumerate(items) for form in _messages(item, f"input[{place}]")]
+        whole, _ = continued(earlier, answer_id, new, "previous_response_id")
+        messages, _ = earlier.plain(DIALECT, whole, is_converted=True)
+        names = not_shown(items)
     answers = plain_messages([{"role": "system", "content": instructions}]) if instructions else []
     text, include = fields.take("text", {}), fields.take("include", [])
     if not isinstance(text, Mapping):
@@ -68,7 +74,6 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         carried=messages,
     )
     left = fields.finish(HARMLESS, WISHES)
-    names = () if isinstance(given, str) else not_shown(given)
     request.not_applied = (*left, *(["verbosity"] if text.get("verbosity") else []), *names)
     return request
 
@@ -79,9 +84,9 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
 
 
-def _messages(items: Any) -> Messages:
-    """Return a message for each input item, with the item's id."""
-    return [_message(item, f"input[{index}]") for index, item in enumerate(read_objects(items, "input"))]
+def _messages(item: Mapping[str, Any], at: str) -> Messages:
+    """Return the message that an input item stands for, with the item's id."""
+    return [_message(item, at)]
 
 
 def _message(item: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -102,6 +107,9 @@ def _message(item: Mapping[str, Any], at: str) -> dict[str, Any]:
             return {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
         case kind:
             raise unsupported(at, f"an item of type {kind!r} isn't supported")
+
+
+DIALECT = Dialect("input", _messages, as_items, moves_results=True, notes=lambda item: not_shown([item]))
 
 
 def answer(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from turnwise.chat.messages import Tool, tool_names
+from turnwise.integrations.gateway.wire.chats import Dialect, PlainChats, Sent
 from turnwise.types import Message, Messages, ModelResponse, ParsedCompletion
+from turnwise.types.prompts import Prefix
 
 
 @dataclass(eq=False)
@@ -68,15 +70,38 @@ LAST_TURN = 2**31 - 1
 class Earlier:
     """The answers of an actor in a session, by ids that agents send back."""
 
-    chats: dict[str, tuple[Messages, list[Tool]]] = field(default_factory=dict)
+    chats: dict[str, tuple[Sequence[Message], list[Tool]]] = field(default_factory=dict)
     """The chats that a request may continue by the id of their answer, with their tools."""
     answers: dict[str, Message] = field(default_factory=dict)
     """The answers by their ids, and by those of their calls."""
+    _read: dict[Dialect, PlainChats] = field(default_factory=dict)
+    _asked_for: set[str] = field(default_factory=set)
+    """All ids that were looked for, found or not."""
+
+    def plain(
+        self, dialect: Dialect, messages: Any, lead: int = 0, *, is_converted: bool = False
+    ) -> tuple[Prefix[Message], tuple[str, ...]]:
+        """Return a chat in plain messages, and what it says that no model is shown, see :meth:`PlainChats.read`."""
+        if dialect not in self._read:
+            self._read[dialect] = PlainChats(dialect, self.find_answer)
+        return self._read[dialect].read(messages, lead, is_converted=is_converted)
+
+    def settled(self, dialect: Dialect, messages: Any) -> int:
+        """Return how many first messages a chat has that was read before, and needn't be read again."""
+        return self._read[dialect].settled(messages)[0] if dialect in self._read else 0
+
+    def keep_answer(self, ids: Sequence[str], answer: Message) -> None:
+        """Keep an answer by its ids."""
+        self.answers |= dict.fromkeys(ids, answer)
+        if not self._asked_for.isdisjoint(ids):  # a client had made up such an id, or the answer was sampled again
+            for chats in self._read.values():
+                chats.forget()
 
     def find_answer(self, part: Any) -> Message | None:
         """Return the answer that a call or an item of the Responses API belongs to, by its id; ``None`` if unknown."""
         of_item = str(part).partition("_")[2]
         names = (str(part), of_item, of_item.rpartition("_")[0])
+        self._asked_for.update(names)
         return next((self.answers[name] for name in names if name in self.answers), None)
 
 
@@ -122,7 +147,7 @@ class ToolChoice:
 class ParsedRequest:
     """A request in the terms of turnwise. ``None`` means that the agent left it to the actor's settings."""
 
-    messages: Messages
+    messages: Sequence[Message]
     model: str = ""
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = ToolChoice()
@@ -142,12 +167,14 @@ class ParsedRequest:
     continues_answer: bool | None = None
     """True if a chat that ends with the assistant's message is continued in that message, False if a new answer
     follows it. ``None``: only if no actor of the session sampled that message as a whole."""
-    carried: Messages | None = None
+    carried: Prefix[Message] | None = None
     """The messages that an answer's id stands for in a later request; ``None`` if the dialect has no such ids."""
     not_applied: tuple[str, ...] = ()
     """The fields that were taken and change nothing: wishes for effort or style, and names of speakers."""
     size: int = 0
     """Bytes of the request, and of those that it continues."""
+    new_bytes: int = 0
+    """Bytes of the request behind the messages that the actor has sent before."""
 
     @property
     def readable_tools(self) -> list[Tool]:
@@ -328,7 +355,7 @@ def continued(earlier: Earlier, answer_id: Any, messages: Messages, where: str) 
         text = f"{where}: no answer {str(answer_id)[:80]!r} in this session"
         raise WireError(400, "previous_response_not_found", text, where)
     before, tools = earlier.chats[key]
-    return [*before, *messages], tools
+    return Sent([*before, *messages]), tools
 
 
 def function_tool(name: Any, description: Any, parameters: Any, where: str) -> Tool:
@@ -344,6 +371,8 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> T
 
 def read_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
     """Return a list of objects. Raises for anything else."""
+    if isinstance(value, Sent):
+        return value
     if not isinstance(value, (list, tuple)) or not all(isinstance(part, Mapping) for part in value):
         raise invalid(where, "expected a list of objects")
     return list(value)

@@ -201,7 +201,7 @@ class TinkerLearner:
 
     def reference_logprobs(self, name: str, batch: TrainingBatch) -> Tensor:
         """Return log-probs ``[N]`` float64 of the base model, from the server."""
-        rows = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
+        rows = [batch.tokens_of(np.array([row])) for row in range(len(batch))]
         futures = [self._base.compute_logprobs(token_input(row)) for row in rows]
         wait = self.adapters[name].server.wait
         # The first token has no log-prob: the hosted service returns None for it, SkyRL omits it.
@@ -262,8 +262,8 @@ def _check_rows(name: str, batch: TrainingBatch, rows: np.ndarray) -> None:
     temperatures = sorted({*batch.temperatures[rows].tolist()})
     if temperatures != [1.0]:
         raise ValueError(f"policy {name!r}: rows sampled at temperatures {temperatures}: a Tinker server trains at 1")
-    bad = np.repeat(~np.isfinite(batch.advantages), np.diff(batch.cu_seqlens)) | ~np.isfinite(batch.rollout_logprobs)
+    bad = np.repeat(~np.isfinite(batch.advantages), np.diff(batch.cu_targets)) | ~np.isfinite(batch.target_logprobs)
     chosen = np.zeros(len(batch), dtype=bool)
     chosen[rows] = True
-    if (tokens := np.flatnonzero(bad & np.repeat(chosen, np.diff(batch.cu_seqlens)))).size:
+    if (tokens := np.flatnonzero(bad & np.repeat(chosen, np.diff(batch.cu_targets)))).size:
         raise FloatingPointError(f"policy {name!r}: nothing was sent: {describe_bad_rows(batch, tokens)}")

@@ -82,21 +82,25 @@ def wire_rows(
 
     ``weights_N`` are :meth:`~turnwise.train.terms.policy_loss.PolicyLossTerm.token_weights`.
     """
-    scaled = np.zeros(len(batch.token_ids), dtype=np.float32)
+    scaled = np.zeros(len(batch.targets), dtype=np.float32)
     scaled[micro.token_N.numpy()] = (micro.advantages_N * weights_N).numpy()
-    logprobs = np.where(scaled != 0, batch.rollout_logprobs, np.float32(0))
+    logprobs = np.where(scaled != 0, batch.target_logprobs, np.float32(0))
     sent = []
     for row in rows.tolist():
-        start, end = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
-        divisor = np.float32((end - start - 1) * len(rows) if kind.means else 1)  # of the server's own mean
-        targets = slice(start + 1, end)
-        sent.append(WireRow(batch.token_ids[start:end], logprobs[targets], scaled[targets] * divisor))
+        token_ids = batch.tokens_of(np.array([row]))
+        divisor = np.float32((len(token_ids) - 1) * len(rows) if kind.means else 1)  # of the server's own mean
+        targets = slice(batch.cu_targets[row], batch.cu_targets[row + 1])
+        columns = np.zeros((2, len(token_ids)), np.float32)
+        columns[:, len(token_ids) - (targets.stop - targets.start) :] = logprobs[targets], scaled[targets] * divisor
+        sent.append(WireRow(token_ids, columns[0, 1:], columns[1, 1:]))
     return sent
 
 
 def stream_of(batch: TrainingBatch, rows: np.ndarray, values: list[np.ndarray]) -> np.ndarray:
-    """Return values ``[T - 1]`` of each of ``rows`` as values ``[N]`` float32 per token of the batch's stream."""
-    stream = np.zeros(len(batch.token_ids), dtype=np.float32)
+    """Return values ``[T - 1]`` of each of ``rows`` as values ``[N]`` float32 per target of the batch."""
+    stream = np.zeros(len(batch.targets), dtype=np.float32)
     for row, row_values in zip(rows.tolist(), values, strict=True):
-        stream[int(batch.cu_seqlens[row]) + 1 : int(batch.cu_seqlens[row + 1])] = row_values
+        start, end = int(batch.cu_targets[row]), int(batch.cu_targets[row + 1])
+        count = min(end - start, len(row_values))
+        stream[end - count : end] = row_values[len(row_values) - count :]
     return stream
