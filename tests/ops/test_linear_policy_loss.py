@@ -225,6 +225,29 @@ def test_temperatures_and_shared_log_probabilities(target, monkeypatch, variant,
         torch.testing.assert_close(leaf.grad.cpu().double(), grad, **close, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize(
+    "variant", [ops.Clip(), ops.Custom(lambda new, old, a: -a * (new - old).exp())], ids=["one", "two"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_that_is_handed_in(target, variant, dtype) -> None:
+    """It is added to, by each backward; the weight has none then. Bfloat16 loses nothing in the sum of 50 of them."""
+    variant = ops.Clip() if passes == "one" else ops.Custom(lambda new, old, a: -a * (new - old).exp())
+    given = target.on(make(11, dtype, variant=variant))
+    leaves = {k: given.pop(k).clone().requires_grad_() for k in ("hidden", "weight", "bias")}
+    total = torch.zeros(VOCABULARY, 24, device=target.device)
+    plain = ops.linear_policy_loss(**leaves, **given, backend=target.backend)
+    (expected,) = torch.autograd.grad(plain.loss, leaves["weight"])
+    for _ in range(50):
+        ops.linear_policy_loss(**leaves, **given, backend=target.backend, grad_into=total).loss.backward()
+    assert leaves["weight"].grad is None and leaves["hidden"].grad is not None
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    assert (total / 50 - expected.float()).norm() < tolerance * expected.float().norm()
+    if passes == "one" and target.backend != "torch" and not target.on_gpu:
+        out = ops.linear_policy_loss(**leaves, **given, backend=target.backend, grad_into=total)
+        with pytest.raises(RuntimeError, match=r"grad_into holds the gradient of the loss, not of 2\.0 times it"):
+            (2 * out.loss).backward()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is computed
 # ---------------------------------------------------------------------------------------------------------------------
