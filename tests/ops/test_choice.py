@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from turnwise import ops
 from turnwise.ops import linear_policy_loss
 from turnwise.ops.common import dispatch
+from turnwise.ops.head import one_pass
 from turnwise.ops.logprob import choice, linear_chunks, linear_frozen, tiles
 from turnwise.ops.logprob.choice import ROWS, Chunks, Device, Sizes, choose, choose_on_cpu, default_memory
-from turnwise.ops.loss import one_pass
 
 A100, H100, H200, B200, SMALL = (
     Device(108, 40 << 30, (8, 0)),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from turnwise import ops
+from turnwise.ops.common import dispatch as backends
 from turnwise.ops.logprob import linear_chunks
 
 from .conftest import TARGETS
@@ -183,13 +184,15 @@ def test_ignored_tokens_are_left_out(target, monkeypatch, rows, variant, masked)
 
 
 @pytest.mark.parametrize("variant", [None, ops.GSPO()], ids=["one pass", "two passes"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_temperatures_and_shared_log_probabilities(target, variant, shared) -> None:
-    """Three temperatures; and tokens that read every second target."""
+@pytest.mark.parametrize("shared", [0, 2, 20])
+def test_temperatures_and_shared_log_probabilities(target, monkeypatch, variant, shared) -> None:
+    """Three temperatures; and tokens that read every second target, or so few that no token reads some chunks."""
+    if shared == 20:  # as on a GPU, which leaves out no row
+        monkeypatch.setattr(linear_chunks.Head, "trained", lambda self, mask=None: (self, None))
     given = make(6, variant=variant, entropy=True, entropy_coef=-0.4)
     options = {k: given.pop(k) for k in ("hidden", "weight", "bias", "targets", "temperature")}
     heats = torch.tensor([0.5, 1.0, 0.7])[torch.arange(TOKENS) % 3]
-    reads = torch.arange(TOKENS) // 2 * 2 if shared else torch.arange(TOKENS)
+    reads = torch.arange(TOKENS) // shared * shared if shared else torch.arange(TOKENS)
 
     def head(where: Any, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], Tensor]:
         leaves = {k: where(options[k]).to(dtype).clone().requires_grad_() for k in ("hidden", "weight", "bias")}
@@ -222,6 +225,29 @@ def test_temperatures_and_shared_log_probabilities(target, variant, shared) -> N
         torch.testing.assert_close(leaf.grad.cpu().double(), grad, **close, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize(
+    "variant", [ops.Clip(), ops.Custom(lambda new, old, a: -a * (new - old).exp())], ids=["one", "two"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_that_is_handed_in(target, variant, dtype) -> None:
+    """It is added to, by each backward; the weight has none then. Bfloat16 loses nothing in the sum of 50 of them."""
+    variant = ops.Clip() if passes == "one" else ops.Custom(lambda new, old, a: -a * (new - old).exp())
+    given = target.on(make(11, dtype, variant=variant))
+    leaves = {k: given.pop(k).clone().requires_grad_() for k in ("hidden", "weight", "bias")}
+    total = torch.zeros(VOCABULARY, 24, device=target.device)
+    plain = ops.linear_policy_loss(**leaves, **given, backend=target.backend)
+    (expected,) = torch.autograd.grad(plain.loss, leaves["weight"])
+    for _ in range(50):
+        ops.linear_policy_loss(**leaves, **given, backend=target.backend, grad_into=total).loss.backward()
+    assert leaves["weight"].grad is None and leaves["hidden"].grad is not None
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    assert (total / 50 - expected.float()).norm() < tolerance * expected.float().norm()
+    if passes == "one" and target.backend != "torch" and not target.on_gpu:
+        out = ops.linear_policy_loss(**leaves, **given, backend=target.backend, grad_into=total)
+        with pytest.raises(RuntimeError, match=r"grad_into holds the gradient of the loss, not of 2\.0 times it"):
+            (2 * out.loss).backward()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is computed
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,6 +256,18 @@ def test_the_logits_of_the_trained_tokens_are_made_once(logits_made, frozen) -> 
     given = make(7)
     run(given, CPU, frozen=frozen)
     assert sum(logits_made) == int(given["mask"].sum()) * VOCABULARY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_the_compiled_module_one_pass_runs_on_plain_pytorch(monkeypatch, logits_made, dtype) -> None:
+    """By chunks too, while ``backend="torch"`` is the reference, which can be differentiated twice."""
+    given = make(3, dtype, variant=ops.SAPO(), kl=ops.KL("k2", 0.1), entropy=True, entropy_coef=0.1)
+    monkeypatch.setattr(backends, "extension", None)
+    monkeypatch.setattr(backends, "extension_error", "left out")
+    monkeypatch.setattr(backends, "_warned", {"cpu"})  # that plain PyTorch serves
+    got = run(given, CPU._replace(backend=None))
+    assert sum(logits_made) == int(given["mask"].sum()) * VOCABULARY and max(logits_made) == 8 * VOCABULARY
+    assert_same(got, run(given), 5e-6 if dtype is torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])

@@ -1,6 +1,6 @@
 """Fused ops: grouped advantages, reward reductions, log-probabilities and policy losses. Needs only torch and numpy.
 
-Read in this order: common, advantage, rewards, logprob, loss, value_loss, masks, parallel.
+Read in this order: common, advantage, rewards, logprob, loss, head, value_loss, masks, parallel.
 May import: _C, utils.
 """
 
@@ -14,12 +14,12 @@ from turnwise.ops.advantage.factorize import factorize
 from turnwise.ops.advantage.group_advantage import group_advantage
 from turnwise.ops.advantage.optimal_token_baseline import optimal_token_baseline
 from turnwise.ops.common.dispatch import BackendUnavailable, available_backends, backend
+from turnwise.ops.head.linear_policy_loss import linear_policy_loss
+from turnwise.ops.head.one_pass import HeadLoss
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.logprob.logprob import logprob
 from turnwise.ops.loss.aggregation import AGGREGATIONS, aggregate, loss_normalizer
 from turnwise.ops.loss.grouped_policy_loss import GroupedPolicyLoss, grouped_policy_loss
-from turnwise.ops.loss.linear_policy_loss import linear_policy_loss
-from turnwise.ops.loss.one_pass import HeadLoss
 from turnwise.ops.loss.options import (
     CISPO,
     DPPO,

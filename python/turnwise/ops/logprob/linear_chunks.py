@@ -13,7 +13,8 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import native_core
 from turnwise.ops.logprob.choice import FEW, Chunks, Sizes, choose, choose_on_cpu, device_of
-from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, add_narrow, kernels
+from turnwise.ops.logprob.steps import kernels
+from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, add_narrow
 
 
 def _dense(matrix: Tensor) -> Tensor:

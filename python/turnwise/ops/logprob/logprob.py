@@ -10,7 +10,8 @@ from torch import Tensor
 from turnwise.ops.common.dispatch import ROUTES, extension, is_dtensor, select_backend
 from turnwise.ops.common.layout import FLOATS, bounded, transform_reason
 from turnwise.ops.logprob.checks import check_id_values, check_ids, make_softmax
-from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, kernels
+from turnwise.ops.logprob.steps import kernels
+from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ gradient.
 
 from __future__ import annotations
 
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,19 +67,6 @@ class Upstream(NamedTuple):
 
     def rows(self, rows: slice | Tensor) -> Upstream:
         return Upstream(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
-
-
-def kernels(backend: str) -> Any:
-    """The module with the steps ``scan``, ``finish`` and ``grad`` of a backend."""
-    if backend == "native":
-        return sys.modules[__name__]
-    if backend == "triton":
-        from turnwise.ops.logprob import triton
-
-        return triton
-    from turnwise.ops.logprob import reference
-
-    return reference
 
 
 def scan(tile: Tile, entropy: bool) -> Tensor:

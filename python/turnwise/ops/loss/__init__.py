@@ -1,5 +1,5 @@
 """Clipped policy losses, their variants and aggregations.
 
 Read in this order: policy_loss, arguments, options, reference, variants, aggregation, triton.
-May import: ops.common, ops.advantage, ops.rewards, ops.logprob.
+May import: ops.common, ops.advantage, ops.rewards.
 """

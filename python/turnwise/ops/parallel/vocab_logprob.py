@@ -14,7 +14,8 @@ from turnwise.ops.common.layout import whole_number
 from turnwise.ops.logprob.checks import as_autocast, check_head, check_id_values, check_max_memory, make_softmax
 from turnwise.ops.logprob.linear_chunks import Gradients, Head, fill, scan_chunks, spread
 from turnwise.ops.logprob.logprob import check_logits, is_writable
-from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream, kernels
+from turnwise.ops.logprob.steps import kernels
+from turnwise.ops.logprob.tiles import Softmax, Tile, Upstream
 from turnwise.ops.parallel.group import GroupRank, checksum, exchange, member_of, start_of
 from turnwise.ops.parallel.shards import Shard, combine, shift
 

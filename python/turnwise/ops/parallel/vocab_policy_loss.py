@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from turnwise.ops.common.layout import Streams
+from turnwise.ops.head.linear_policy_loss import check_entropy, prepare_packed
+from turnwise.ops.head.one_pass import HeadLoss, one_pass_loss, plan_loss, with_logprobs
 from turnwise.ops.loss.arguments import LossOptions
-from turnwise.ops.loss.linear_policy_loss import check_entropy, prepare_packed
-from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss, with_logprobs
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import prepared_policy_loss
 from turnwise.ops.parallel.group import checksum

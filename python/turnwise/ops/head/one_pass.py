@@ -64,7 +64,9 @@ def cut_shared(reads: Tensor, counts: list[int], temperatures: list[float | None
 
     The first ``counts[0]`` rows have the first of ``temperatures``, and so on; a chunk has one.
     """
-    cuts, heats, begin = [], [], 0
+    cuts: list[slice] = []
+    heats: list[float | None] = []
+    begin = 0
     for count, temperature in zip(counts, temperatures, strict=True):
         of_group = [slice(i, min(i + rows, begin + count)) for i in range(begin, begin + count, rows)]
         cuts, heats, begin = [*cuts, *of_group], [*heats, *[temperature] * len(of_group)], begin + count
@@ -72,7 +74,7 @@ def cut_shared(reads: Tensor, counts: list[int], temperatures: list[float | None
     edges = torch.tensor([0, *(cut.stop for cut in cuts)], device=reads.device)
     ends = torch.searchsorted(reads[order].contiguous(), edges).tolist()
     chunks = []
-    for cut, heat, start, stop in zip(cuts, heats, ends, ends[1:], strict=False):
+    for cut, heat, start, stop in zip(cuts, heats, ends[:-1], ends[1:], strict=True):
         tokens = order[start:stop]
         chunks.append(Chunk(cut, tokens, reads[tokens] - cut.start, [0, stop - start], heat))
     return chunks
@@ -138,8 +140,9 @@ def make_plan(
         return None
     # Leave out what does not train.
     mask, keep = s.mask, None
-    if reads is not None and mask is not None:
-        mask = torch.zeros(whole.tokens, dtype=torch.bool, device=reads.device).index_fill_(0, reads[mask != 0], True)
+    if reads is not None and reads.is_cpu:
+        read = reads if mask is None else reads[mask != 0]
+        mask = torch.zeros(whole.tokens, dtype=torch.bool).index_fill_(0, read.long(), True)
     head, kept_logits = whole.trained(mask)
     lengths = None
     if kept_logits is not None:
@@ -180,24 +183,31 @@ def _capturing(s: Streams) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 def _gradient(plan: Plan, logprob: Tensor, chunk: Chunk) -> Tensor:
     """The gradient of the loss with respect to the log-probabilities ``[m]`` of a chunk's rows of logits."""
+    if not chunk.bounds[-1]:  # no token reads these rows
+        return torch.zeros_like(logprob)
     # The weights have the aggregation: the loss of a chunk is a plain sum.
     aggregation = find_aggregation("token-mean", None, None)
     alone = plan.objective._replace(aggregation=aggregation, num_actors=0, max_length=None)
-    device = logprob.device
+    device, weights = logprob.device, plan.weights[chunk.tokens]
     leaf = logprob.detach().requires_grad_()
     with torch.enable_grad():
         tokens = pick(plan.streams, chunk.tokens)._replace(
             logprobs=leaf if chunk.row is None else leaf[chunk.row],
-            cu_seqlens=torch.tensor(chunk.bounds, device=device),
+            cu_seqlens=_boundaries(chunk.bounds, device),
             normalizer=torch.ones((), device=device),
             actor_ids=None,
         )
         loss = prepared_policy_loss(tokens, alone).loss
-    weights = plan.weights[chunk.tokens]
     if chunk.row is None:
         return torch.autograd.grad(loss, leaf)[0] * weights
     each = torch.autograd.grad(loss, tokens.logprobs)[0] * weights
     return torch.zeros_like(leaf).index_put_((chunk.row,), each, accumulate=True)  # adds in a fixed order
+
+
+def _boundaries(bounds: list[int], device: torch.device) -> Tensor:
+    if len(bounds) == 2:  # made on the device; copying the numbers to a GPU would wait
+        return torch.arange(0, bounds[1] + 1, bounds[1], device=device)
+    return torch.tensor(bounds, device=device)
 
 
 def _entropy_gradient(plan: Plan, entropy: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor] | tuple[None, None]:

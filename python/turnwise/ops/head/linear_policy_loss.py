@@ -10,6 +10,7 @@ from torch import Tensor
 
 from turnwise.ops.common.dispatch import forced_backend, native_core, select_backend
 from turnwise.ops.common.layout import Streams, check_each, is_number, transform_reason
+from turnwise.ops.head.one_pass import HeadLoss, one_pass_loss, plan_loss, with_bonus, with_logprobs
 from turnwise.ops.logprob.checks import (
     as_autocast,
     check_head,
@@ -22,7 +23,6 @@ from turnwise.ops.logprob.choice import device_of, head_op
 from turnwise.ops.logprob.linear_chunks import Head
 from turnwise.ops.logprob.linear_logprob import linear_logprob
 from turnwise.ops.loss.arguments import LossOptions, check_call, prepare, warn_ambiguous, with_selected
-from turnwise.ops.loss.one_pass import HeadLoss, one_pass_loss, plan_loss, with_bonus, with_logprobs
 from turnwise.ops.loss.options import KL, Clip, ImportanceCorrection, Variant
 from turnwise.ops.loss.policy_loss import prepared_policy_loss
 from turnwise.ops.loss.reference import Objective
