@@ -84,7 +84,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def test_one_pass_equals_two_in_every_layout(
     allowed, monkeypatch, tree_batch, small_model, layout, kind, dtype
 ) -> None:
-    """Siblings of a trie share log-probs. Under bfloat16 the head's gradient joins the float32 master's, as on a GPU."""
+    """Siblings of a trie share log-probs. In bfloat16 the head adds to the gradient of its master, as on a GPU."""
     monkeypatch.setattr(policies, "_ADDS_WIDE", {"cpu"})
     (model, _), batch = small_model(), tree_batch(3)
     found = []
