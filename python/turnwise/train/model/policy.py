@@ -27,6 +27,8 @@ from turnwise.utils.memory import memory_capacity
 
 _SHARES = {"cuda": 0.5, "cpu": 0.25}
 """Share of the memory left by weights and optimizer that activations may take; a CPU's has other users, too."""
+_ADDS_WIDE = {"cuda"}
+"""Devices whose products of narrow matrices add to float32. A CPU would round each product first, and then add it."""
 _BACKWARD = 2.0
 """Peak of a backward pass over the activations that it reads."""
 _FEWEST, _MAX = 7, 14
@@ -150,7 +152,7 @@ class Policy:
         lm = causal_lm(self.model if self.base is None else self.base.model)
         weight = lm.get_output_embeddings().weight
         master = self.masters.of(weight)
-        if master is weight or not weight.requires_grad:
+        if master is weight or not weight.requires_grad or weight.device.type not in _ADDS_WIDE:
             return None
         if master.grad is None:
             master.grad = torch.zeros_like(master)
