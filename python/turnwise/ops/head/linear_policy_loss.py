@@ -172,7 +172,7 @@ def linear_policy_loss(
     Example: ``linear_policy_loss(states, lm_head.weight, targets, old, advantages, cu_seqlens=cu).loss.backward()``
     """
     check_entropy(entropy)
-    if not is_number(entropy_coef) or not math.isfinite(entropy_coef):
+    if not (is_number(entropy_coef) and abs(entropy_coef) < math.inf):
         raise ValueError(f"entropy_coef={entropy_coef!r}: expected a finite number")
     head: dict[str, Any] = {
         "temperature": temperature, "softcap": softcap, "ignore_index": ignore_index, "bias": bias,
