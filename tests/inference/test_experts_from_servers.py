@@ -93,8 +93,9 @@ def test_vllm_on_a_gpu_is_asked_for_them(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "--enable-return-routed-experts" in words and not any("compilation" in word for word in words)
     # On a CPU, PyTorch rotates the queries of latent attention, and those of other models stay with vLLM's kernel.
     monkeypatch.setattr(server_settings, "computes_on_cpu", lambda: True)
-    assert '--compilation-config={"custom_ops": ["-rotary_embedding"]}' in server_command(
-        ServeSettings(str(tmp_path)), 1
-    )
+    for dtype, reference in (("float32", True), ("bfloat16", False)):
+        words = server_command(ServeSettings(str(tmp_path), engine_args={"dtype": dtype}), 1)
+        assert '--compilation-config={"custom_ops": ["-rotary_embedding"]}' in words
+        assert ("--attention-backend=CPU_MLA" in words) == reference
     build("qwen3_moe").config.save_pretrained(tmp_path)
     assert not any("compilation" in word for word in server_command(ServeSettings(str(tmp_path)), 1))

@@ -169,7 +169,7 @@ def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
         "disable_uvicorn_access_log": True,
         "middleware": "turnwise.inference.server.launch.RequestGate",
         **_lora_options(settings),
-        **_rotary_options(settings),
+        **_latent_options(settings, dtype),
         **{name.replace("-", "_"): value for name, value in settings.engine_args.items()},
     }
     words = []
@@ -191,16 +191,18 @@ COMMANDS: dict[str, Callable[[ServeSettings, int], list[str]]] = {
 """The command of each engine's server, for a port."""
 
 
-def _rotary_options(settings: ServeSettings) -> dict[str, Any]:
-    """Let vLLM's CPU build rotate the queries of latent attention (DeepSeek-V3) in PyTorch.
+def _latent_options(settings: ServeSettings, dtype: Any) -> dict[str, Any]:
+    """Let vLLM's CPU build compute latent attention (DeepSeek-V3) as it should (vLLM 0.32).
 
-    The build's own kernel rotates other numbers than it should there, as it takes each token's heads for one row
-    (vLLM 0.32).
+    Queries rotate in PyTorch: the build's own kernel takes each token's heads for one row, so it rotates other numbers.
+    On a CPU with AMX it prefers kernels that take bfloat16 alone, and ends with other weights.
     """
     if not computes_on_cpu():
         return {}
-    config = read_config(settings.model).get_text_config()
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if hasattr(config, "kv_lora_rank") else {}
+    if not hasattr(read_config(settings.model).get_text_config(), "kv_lora_rank"):
+        return {}
+    options: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return options if str(dtype).endswith("bfloat16") else {**options, "attention_backend": "CPU_MLA"}
 
 
 def _lora_options(settings: ServeSettings) -> dict[str, Any]:
