@@ -174,8 +174,7 @@ class UpdateConfig(OptimizerConfig):
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Denominator of the ratio: the sampler's log-probs, or the trainer's before its first update of the batch."""
     head_memory: int | None = Field(default=None, ge=1)
-    """Most bytes of the head's logits at a time; by default 256 MiB on a CPU, and on a GPU a 64th of its memory, up to
-    1 GiB. Fewer bytes cost time."""
+    """Most bytes of the head's logits at a time; by default 256 MiB, and on a GPU a 64th of its memory up to 1 GiB."""
     sequence_layout: Literal["auto", "trie", "packed", "padded"] = "auto"
     """Rows in the forward pass: ``trie`` shares prefixes; ``auto`` tries trie, packed and padded, in this order."""
     max_nonfinite_updates: int = Field(default=3, ge=0)
