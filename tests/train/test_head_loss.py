@@ -17,6 +17,7 @@ from turnwise.train.config.policies import LoraConfig
 from turnwise.train.model import head
 from turnwise.train.model import policy as policies
 from turnwise.train.model.loading import peft_config
+from turnwise.train.model.micro_batch import SingleRank
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms.registry import terms_on
 from turnwise.train.update.update import update_policy
@@ -98,6 +99,25 @@ def test_one_pass_equals_two_in_every_layout(
     for name, grad in expected_grads.items():
         off = (grads[name] - grad).norm() / torch.maximum(grad.norm(), 1e-3 * total)
         assert off < (1e-5 if dtype is torch.float32 else 3e-2), name
+
+
+class Uneven(SingleRank):
+    """A rank that makes one more pass, as the others have one more micro-batch."""
+
+    def indices(self, count: int) -> list[int | None]:
+        return [*range(count), None]
+
+
+def test_a_pass_that_does_not_count_adds_no_gradient(monkeypatch, random_batch, small_model) -> None:
+    """Not to a master either, to which the forward adds on a GPU."""
+    monkeypatch.setattr(policies, "_ADDS_WIDE", {"cpu"})
+    (model, _), batch, found = small_model(), random_batch(2, rows=9), []
+    for ranks in (SingleRank(), Uneven()):
+        policy = make(model, "packed", "untied", torch.bfloat16)
+        policy.ranks = ranks
+        found.append(update(policy, batch, LossConfig())[1])
+    assert found[0].keys() == found[1].keys() and found[0]
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
 
 
 @pytest.mark.parametrize("case", LOSSES)

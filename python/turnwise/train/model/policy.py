@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,13 +141,11 @@ class Policy:
 
     def read(self, micro: MicroBatch, needs: Needs = LOGPROBS) -> Read:
         """Return what is needed of each packed completion token (:class:`~turnwise.types.passes.Read`)."""
-        if needs.loss is not None:
-            needs = replace(needs, loss={**needs.loss, "grad_into": self._head_gradient()})
         read: Read = self.forward.read(micro, needs)
         return read._replace(reference_N=self.reference_logprobs(micro)) if needs.reference else read
 
-    def _head_gradient(self) -> Tensor | None:
-        """Return the gradient ``[V, H]`` of the head's master, to which the loss adds its own; ``None`` without one."""
+    def head_gradient(self) -> Tensor | None:
+        """Return the gradient ``[V, H]`` of the head's master, to which a loss may add; ``None`` without one."""
         lm = causal_lm(self.model if self.base is None else self.base.model)
         weight = lm.get_output_embeddings().weight
         master = self.masters.of(weight)

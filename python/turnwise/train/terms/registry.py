@@ -117,7 +117,8 @@ class Terms:
         reference_N = policy.reference_logprobs(part.micro) if self.needs.reference else None
         if not needs.logprobs:
             arguments = self._arguments(Read(None, reference_N=reference_N), part)
-            needs = replace(needs, loss=self["policy_loss"].head_arguments(part, arguments))
+            into = policy.head_gradient() if part.counts else None
+            needs = replace(needs, loss={**self["policy_loss"].head_arguments(part, arguments), "grad_into": into})
         return policy.read(part.micro, needs)._replace(reference_N=reference_N)
 
     def _arguments(self, read: Read, part: Part) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class Part:
     """Tokens that the loss selects in the minibatch; ``None`` if it takes all."""
     layout: dict[str, Any] = field(default_factory=dict)
     """Arguments of :func:`turnwise.ops.aggregate`, with the normaliser of the minibatch."""
+    counts: bool = True
+    """False for a pass that a rank makes because the others have one more: it must add no gradient."""
 
     def aggregate(self, values_N: Tensor) -> Tensor:
         """Aggregate values per token as the policy loss is: the micro-batch's share of the minibatch's loss."""

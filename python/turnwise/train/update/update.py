@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -89,11 +90,14 @@ def accumulate(
     """Accumulate the gradient of one minibatch, micro-batch by micro-batch."""
     parts = terms.minibatch(policy, [Part(micro, old) for micro, old in zip(micros, olds, strict=True)])
     for index in policy.ranks.indices(len(parts)):
-        part = min(parts, key=lambda each: each.micro.num_tokens) if index is None else parts[index]
+        if index is None:  # the other ranks have one more micro-batch
+            part = replace(min(parts, key=lambda each: each.micro.num_tokens), counts=False)
+        else:
+            part = parts[index]
         with explain_out_of_memory(part.micro):
             read = terms.read(policy, part)
             out, whole = terms.loss(read, part)
-            if index is None:  # the other ranks have one more micro-batch
+            if not part.counts:
                 (0.0 * whole).backward()
                 continue
             whole.backward()
