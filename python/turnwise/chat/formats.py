@@ -63,9 +63,13 @@ class ChatFormat(ChatEncoder):
 
     def cut(self, completion: Sequence[int]) -> list[int]:
         """Return ``completion`` up to its first stop token, which is kept."""
-        stops = set(self.stop_token_ids)
-        end = next((index for index, token in enumerate(completion) if token in stops), len(completion))
-        return list(completion[: end + 1])
+        if self._stops.isdisjoint(completion[:-1]):
+            return list(completion)
+        return list(completion[: next(index for index, token in enumerate(completion, 1) if token in self._stops)])
+
+    @cached_property
+    def _stops(self) -> frozenset[int]:
+        return frozenset(self.stop_token_ids)
 
     def begun_ids(self, message: Message, prompt: Sequence[int]) -> list[int]:
         """Return the ids of a begun answer, which follow the generation prompt at the end of ``prompt``."""
@@ -102,7 +106,7 @@ class ChatFormat(ChatEncoder):
         answer: Message | None = None,
     ) -> list[int] | None:
         """Return what :meth:`extend` appends to ``prompt + completion``; ``None`` if the template can't extend them."""
-        if any(message["role"] == "assistant" for message in new):
+        if self._close is None or any(message["role"] == "assistant" for message in new):
             return None
         tail = self._tail(self._following(new, answer), tools, answer)
         if tail is None or not completion:
@@ -353,7 +357,7 @@ class ChatFormat(ChatEncoder):
         while True:
             # After what begins the assistant's turn, all text is the assistant's. It stands near the end.
             tail = list(prompt[-size:])
-            begin = next((place for place in range(len(tail), 0, -1) if tail[place - 1] in tokens), 0)
+            begin = next((place for place in range(len(tail), 0, -1) if tail[place - 1] in tokens), 0) if tokens else 0
             text = self.tokenizer.decode(tail[begin:], skip_special_tokens=False)
             place = text.rfind(words) + len(words) if words and words in text else 0
             if begin or place:

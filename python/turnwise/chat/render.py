@@ -137,7 +137,7 @@ class ChatEncoder:
         """Return a chat, or the rest of a ``begun`` one, with roles in turn if the template wants it."""
         roles = [message["role"] for message in messages if message["role"] not in SYSTEM_ROLES]
         pairs = zip(["assistant" if begun else "", *roles], roles, strict=False)
-        if not any(pair in NEIGHBOURS and self._refuses(pair) for pair in pairs):
+        if not any(map(self._refuses, NEIGHBOURS.keys() & pairs)):
             return messages
         return join_neighbours(messages, lambda *pair: pair in NEIGHBOURS and self._refuses(pair))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from functools import cache
 from typing import Any, cast
 
 from turnwise.chat.messages import Tool
@@ -52,12 +53,17 @@ def template_text(tokenizer: Any, messages: Messages, add_generation_prompt: boo
         return None
     tools = options.get("tools")
     template = tokenizer.get_chat_template(options.pop("chat_template", None), tools)
-    taken = inspect.signature(cast(Callable[..., Any], base.apply_chat_template)).parameters
-    if unknown := [name for name in options if name in taken and name not in ("tools", "documents")]:
+    if unknown := [name for name in options if name in _taken(base) and name not in ("tools", "documents")]:
         raise ValueError(f"chat_template_kwargs={unknown}: expected variables of the template")
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options}
     variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
     return render_template(str(template), variables, tokenizer.name_or_path or type(tokenizer).__name__)
+
+
+@cache
+def _taken(base: Any) -> Set[str]:
+    """Return the names of the arguments of ``apply_chat_template`` of Hugging Face's tokenizers."""
+    return inspect.signature(cast(Callable[..., Any], base.apply_chat_template)).parameters.keys()
 
 
 def rendered(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool = True, **options: Any) -> list[int]:

@@ -127,6 +127,8 @@ def find_thoughts(
     places = _Paired(calls) if isinstance(calls, tuple) and calls else calls or None
     assert not isinstance(places, tuple)
     opens, closes, begins = _patterns(marks, places.opening.pattern if places else "")
+    if ended and not begun and begins.search(text) is None:
+        return Thoughts(((0, len(text)),) if text else ())
     thoughts: list[tuple[int, int]] = []
     answers: list[tuple[int, int]] = []
     found_calls: list[tuple[int, int]] = []

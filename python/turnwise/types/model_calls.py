@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from turnwise.types.completions import Message, ParsedCompletion
-from turnwise.types.prompts import prompt_tokens, shares
+from turnwise.types.prompts import changed, prompt_tokens, shares
 
 Messages = list[Message]
 """A chat: ``[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 = ?"}]``."""
@@ -81,7 +81,7 @@ class Sampling:
 
     def with_(self, **changes: Any) -> Sampling:
         """Return a copy with changed fields: ``sampling.with_(temperature=0.0)``. Unknown names raise ``TypeError``."""
-        return replace(self, **changes)
+        return changed(self, **changes)
 
 
 @shares("prompt_token_ids", "messages")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -199,10 +201,8 @@ class _Shared:
         self.slot.__set__(owner, value)
 
 
-_KEPT: dict[str, dict[type, Callable[[Any], Any]]] = {}
-"""By field and class: what reads the field as it is kept."""
-
-_NONE: dict[type, Callable[[Any], Any]] = {}
+_AS_KEPT = "_kept_"
+"""Begins the names of attributes that give a shared field as it is kept."""
 
 
 def shares(*names: str) -> Any:
@@ -215,7 +215,7 @@ def shares(*names: str) -> Any:
         for name in names:
             slot = kind.__dict__[name]
             setattr(kind, name, _Shared(slot))
-            _KEPT.setdefault(name, {})[kind] = slot.__get__
+            setattr(kind, _AS_KEPT + name, slot)
         every = tuple(field.name for field in fields(kind))
 
         def getstate(self: Any) -> tuple[None, dict[str, Any]]:
@@ -236,10 +236,29 @@ def _setstate(self: Any, state: tuple[None, Mapping[str, Any]]) -> None:
 
 def kept(owner: Any, name: str) -> Any:
     """Return what a field keeps: a :class:`Prefix`, or the list that it was given."""
-    get = _KEPT.get(name, _NONE).get(type(owner))
-    return getattr(owner, name) if get is None else get(owner)
+    shared = _AS_KEPT + name
+    return getattr(owner, shared if hasattr(type(owner), shared) else name)
 
 
 def prompt_tokens(owner: Any) -> Any:
     """Return the prompt's tokens of a step, sample, request or response as it keeps them: a sequence, not copied."""
-    return kept(owner, "prompt_token_ids")
+    try:
+        return owner._kept_prompt_token_ids
+    except AttributeError:
+        return owner.prompt_token_ids
+
+
+@cache
+def _reader(kind: type) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """Return the names of a class's fields, and what reads all of them as they are kept."""
+    names = tuple(field.name for field in fields(kind))
+    return names, attrgetter(*(_AS_KEPT + name if hasattr(kind, _AS_KEPT + name) else name for name in names))
+
+
+def changed(value: T, **changes: Any) -> T:
+    """Return a copy of an object of a dataclass with other fields, as ``dataclasses.replace`` does, but quickly.
+
+    Its prompts stay shared. All fields must be arguments of the class, two or more. Unknown names raise ``TypeError``.
+    """
+    names, read = _reader(type(value))
+    return type(value)(**(dict(zip(names, read(value), strict=True)) | changes))

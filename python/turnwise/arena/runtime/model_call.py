@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
@@ -24,7 +23,7 @@ from turnwise.types import (
     Step,
     StepFacts,
 )
-from turnwise.types.prompts import prompt_tokens
+from turnwise.types.prompts import changed, prompt_tokens
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -132,9 +131,11 @@ def with_parse(
         as_tokens = not response.text or (response.trainable and (tools or not format.hidden_marks.isdisjoint(ids)))
         text = None if as_tokens else format.without_end(response.text, ids)
         parsed = format.parse(ids, tools, prompt, text=text, finished=response.finish_reason == "stop")
-        parsed = replace(parsed, answer=well_formed_texts(parsed.answer), thought=well_formed_texts(parsed.thought))
+        texts = {"answer": well_formed_texts(parsed.answer), "thought": well_formed_texts(parsed.thought)}
+        if texts != {"answer": parsed.answer, "thought": parsed.thought}:
+            parsed = changed(parsed, **texts)
     text = str(well_formed_texts(parsed.text))
-    return replace(response, text=text, prompt_token_ids=prompt, parsed=parsed)
+    return changed(response, text=text, prompt_token_ids=prompt, parsed=parsed)
 
 
 def playing(actor: Actor | None) -> str:
