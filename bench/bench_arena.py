@@ -26,6 +26,7 @@ from common import arguments, finish, peer
 from inference_cases import resident
 
 from turnwise.tasks.tiny import build_tokenizer
+from turnwise.utils.memory import frozen_heap
 
 EPISODES, QUICK_EPISODES = 2000, 80
 MAX_CALL_US, MAX_BATCH_MS, MAX_GROWTH = 150.0, 200.0, 2.0
@@ -165,7 +166,8 @@ def run(options: argparse.Namespace) -> None:
     rounds = min(options.rounds, 2 if options.quick else 5)
     every = methods(episodes)
     verify(every)
-    speeds = per_call(every, episodes, rounds)
+    with frozen_heap():  # as training does
+        speeds = per_call(every, episodes, rounds)
     finish("arena", f"The arena's own time, {episodes:,} concurrent episodes", speeds, options)
     steps = QUICK_EPISODES if options.quick else 2500
     batches = [batch(name, every[name], steps, 2 if options.quick else 9) for name in (OURS, TEMPLATE)]

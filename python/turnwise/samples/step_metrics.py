@@ -32,6 +32,12 @@ MEANS = (
 """Keys that :func:`describe` reports by actor, and metrics by their names."""
 
 
+NOTED = ("team_difference", "overlong_penalty", "teacher_kl")
+"""Numbers that some calls have among their facts."""
+
+_NOTED, _NOTHING = attrgetter(*(f"facts.{kind}" for kind in NOTED)), (None,) * len(NOTED)
+
+
 def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
     """Return the ``metrics`` of episodes with 0 for each count of the gateway and of tools that others have.
 
@@ -81,7 +87,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     for kind, each in (
         ("reward", [rollout.rewards for rollout in paid]),
         ("metric", [metrics for rollout, metrics in zip(rollouts, known, strict=True) if rollout.error is None]),
-        ("raw_reward", [rollout.facts.raw_rewards or {} for rollout in paid]),
+        ("raw_reward", [raw for rollout in paid if (raw := rollout.facts.raw_rewards)]),
     ):
         of_kind = means[kind]
         for values in each:
@@ -93,7 +99,7 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         rollout.facts.lost_tokens + (rollout.meta["group"].get("sampled_tokens", 0) if "group" in rollout.meta else 0)
         for rollout in rollouts
     )
-    playout_tokens = int(sum(rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts))
+    playout_tokens = int(sum([rollout.metrics.get("tree/playout_tokens", 0) for rollout in rollouts]))
     steps = [step for rollout in rollouts for step in rollout.steps]
     actors = list(map(attrgetter("actor_id"), steps))
     lengths = list(map(len, map(attrgetter("completion_token_ids"), steps)))
@@ -106,10 +112,9 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
         means["completion_tokens"][actor] = [lengths[row] for row in rows]
         means["truncated"][actor] = [ends[row] == "length" for row in rows]
     shortened = Counter(step.actor_id for step in steps if step.info and SHORTENED in step.info)
-    facts = [step.facts for step in steps]
-    for kind in ("team_difference", "overlong_penalty", "teacher_kl"):
-        column = list(map(attrgetter(kind), facts))
-        for step, value in zip(steps, column, strict=True) if column.count(None) < len(column) else ():
+    noted = list(map(_NOTED, steps))
+    for kind, column in zip(NOTED, zip(*noted, strict=True), strict=True) if set(noted) - {_NOTHING} else ():
+        for step, value in zip(steps, column, strict=True):
             if value is not None and step.actor_id is not None:
                 means[kind][step.actor_id].append(value)
 
@@ -123,8 +128,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     if playout_tokens:
         counts["playout_tokens"] = playout_tokens
     counts |= {f"shortened/{actor}": shortened[actor] for actor in means["truncated"] if actor in shortened}
-    for rollout in rollouts:
-        for name, count in (rollout.facts.mishaps or {}).items():
+    for mishaps in [mishaps for rollout in rollouts if (mishaps := rollout.facts.mishaps)]:
+        for name, count in mishaps.items():
             counts[name] = counts.get(name, 0) + count
     finished = [rollout.meta.get("ended") for rollout in rollouts if rollout.error is None]
     if ended := [end for end in finished if end is not None]:
