@@ -2,7 +2,8 @@
 
 It verifies, then times log-probabilities alone, log-probabilities with their backward, and the clipped loss with its
 backward; the last two also with a frozen weight. "eager" computes all logits, in float32 for the softmax, as trainers
-do. TRL's function takes those logits; verl's works by chunks of tokens, Liger's loss by sequences. On a GPU, verl's
+do. TRL's function takes those logits; verl's works by chunks of tokens, Liger's loss by sequences. "cross-entropy" is
+the loss whose coefficients are equal, for PyTorch's chunks, QuACK's and Liger's, which have no others. On a GPU, verl's
 Triton kernel and Liger's are timed too. "share of products" is the time of the bare matrix products by torch.mm over
 the method's time: one forward, and two backward, or one if the weight is frozen. "peak MB" is memory above the inputs,
 with gradients. Run all cases, or some; on a CPU each takes minutes at the larger vocabulary:
@@ -24,11 +25,11 @@ import torch
 from common import arguments, finish, medians, peak_memory, peer, served
 from torch import Tensor
 
-from turnwise.ops import linear_logprob, linear_policy_loss, policy_loss
+from turnwise.ops import GPG, linear_logprob, linear_policy_loss, policy_loss
 
 TEMPERATURE, SEQUENCES = 0.9, 8
-SIZES = {"cpu": (2048, 512), "cuda": (8192, 4096)}  # tokens, hidden size
-VOCABULARIES = {"cpu": (32768, 49152, 151936), "cuda": (32768, 151936)}
+SIZES = {"cpu": [(2048, 512)], "cuda": [(8192, 4096), (16_384, 1024), (2048, 4096)]}  # tokens, hidden size
+VOCABULARIES = {"cpu": (32768, 49152, 151936), "cuda": (151936, 128256, 32768)}  # in the order of their use there
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float32")}  # in the order of their use there
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.15}  # of log-probabilities; peers on bf16 differ by that much
 
@@ -154,6 +155,30 @@ def loss_methods() -> dict[str, Method]:
     return {**methods, "turnwise, two ops": two_ops, "turnwise, in one": in_one}
 
 
+def cross_entropy(i: Inputs) -> Tensor:
+    return torch.nn.functional.cross_entropy((i.hidden @ i.weight.T).float(), i.targets)
+
+
+def by_chunks(options: Any) -> Method:
+    return lambda i: torch.nn.functional.linear_cross_entropy(i.hidden, i.weight, i.targets, options=options)
+
+
+def plain_in_one(i: Inputs) -> Tensor:
+    ones = torch.ones_like(i.advantages)
+    return linear_policy_loss(i.hidden, i.weight, i.targets, i.old, ones, cu_seqlens=i.cu_seqlens, variant=GPG()).loss
+
+
+def cross_entropy_methods(device: str) -> dict[str, Method]:
+    methods: dict[str, Method] = {"eager": cross_entropy, "torch.compile": torch.compile(cross_entropy)}
+    if chunks := getattr(torch.nn, "LinearCrossEntropyOptions", None):
+        methods["PyTorch's chunks"] = by_chunks(chunks())
+    if device == "cuda" and (quack := peer("quack.linear_cross_entropy")):
+        methods["QuACK"] = lambda i: quack.chunked_linear_cross_entropy(i.hidden, i.weight, i.targets)
+    if device == "cuda" and (liger := peer("liger_kernel.transformers.functional")):
+        methods["Liger"] = lambda i: liger.liger_fused_linear_cross_entropy(i.hidden, i.weight, i.targets)
+    return {**methods, "turnwise, in one": plain_in_one}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Verify and time
 # ---------------------------------------------------------------------------------------------------------------------
@@ -212,13 +237,14 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -
 def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
     i = make(case, device)
     frozen = i._replace(weight=i.weight.detach())  # as under LoRA
-    methods, losses = logprob_methods(device), loss_methods()
-    for group, inputs in itertools.product((methods, losses), (i, frozen)):
+    methods, losses, plain = logprob_methods(device), loss_methods(), cross_entropy_methods(device)
+    for group, inputs in [*itertools.product((methods, losses), (i, frozen)), (plain, i)]:
         verify(group, inputs, TOLERANCE[case.dtype])
     parts: dict[str, dict[str, Callable[[], Any]]] = {
         "forward": {name: forward_alone(method, i) for name, method in methods.items()},
         "forward, backward": {name: lambda m=method: backward(i, m(i)) for name, method in methods.items()},
         "loss, backward": {name: lambda m=method: backward(i, m(i)) for name, method in losses.items()},
+        "cross-entropy, backward": {name: lambda m=method: backward(i, m(i)) for name, method in plain.items()},
         "forward, backward, frozen": {
             name: lambda m=method: backward(frozen, m(frozen)) for name, method in methods.items()
         },
@@ -253,10 +279,11 @@ def measure(case: Case, device: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = arguments(__doc__, vocabulary=VOCABULARIES["cpu"], dtype=sorted(TOLERANCE))
-    size, dtypes = SIZES[options.device], DTYPES[options.device]
+    every = sorted({*VOCABULARIES["cpu"], *VOCABULARIES["cuda"]})
+    options = arguments(__doc__, vocabulary=every, dtype=sorted(TOLERANCE))
+    dtypes = [dtype for dtype in DTYPES[options.device] if dtype in options.dtype]
     vocabularies = [v for v in VOCABULARIES[options.device] if v in options.vocabulary]
-    cases = [Case(*size, v, d) for v in vocabularies for d in dtypes if d in options.dtype]
+    cases = [Case(*size, v, d) for size, v, d in itertools.product(SIZES[options.device], vocabularies, dtypes)]
     for case in [QUICK] if options.quick else cases:
         # On a CPU a round of all methods takes from seconds to a minute.
         most = 10 if options.device == "cuda" else 3

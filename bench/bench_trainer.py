@@ -1,7 +1,7 @@
 """The trainer and the sampler on a real shape: Qwen3-0.6B's, with random weights in bfloat16, on a GPU.
 
-- "update": steps over 8 rows of 2,048 tokens in one packed pass, of all weights (float32 masters) and of a LoRA adapter
-  of rank 16. "MFU" is 6 FLOP per weight and token, 4 with a frozen base, over the GPU's dense bfloat16 peak, without
+- "update": steps over 8 rows of 2,048 tokens in one packed pass, and over 2 rows of 16,384 in two, of all weights
+  (float32 masters) and of a LoRA adapter of rank 16. "MFU" is 6 FLOP per weight and token, 4 with a frozen base, over the GPU's dense bfloat16 peak, without
   those of attention.
 - "fan-out": 4 turns with 8 branches each, of which one goes on: padded, packed and as a trie. All have the same rows.
   Up to the rounding of bfloat16 they have equal log-probabilities ("log-probs off" is the largest difference from
@@ -54,8 +54,9 @@ TINY = {
 }  # fmt: skip
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 FLOP/s of the SXM cards, from their data sheets."""
-UPDATE, FAN_OUT = Case(512, 1536, 8, 1, "no"), Case(1024, 128, 8, 4)
-QUICK_UPDATE, QUICK_FAN_OUT = Case(16, 48, 4, 1, "no"), Case(32, 8, 4, 2)
+UPDATES, FAN_OUT = (Case(512, 1536, 8, 1, "no"), Case(512, 15_872, 2, 1, "no")), Case(1024, 128, 8, 4)
+QUICK_UPDATES, QUICK_FAN_OUT = (Case(16, 48, 4, 1, "no"), Case(16, 112, 2, 1, "no")), Case(32, 8, 4, 2)
+MOST = 16_384  # tokens of a pass
 
 
 def make_model(options: Any, whole: bool) -> Any:
@@ -100,23 +101,25 @@ def freed(device: str) -> None:
 
 
 def update(options: Any, whole: bool) -> list[dict[str, Any]]:
-    case, rows = UPDATE if whole else QUICK_UPDATE, []
-    for method in ("turnwise, full", "turnwise, LoRA"):
+    rows = []
+    methods = ("turnwise, full", "turnwise, LoRA")
+    for case, method in itertools.product(UPDATES if whole else QUICK_UPDATES, methods):
         freed(options.device)
         model = make_model(options, whole)
         weights = sum(p.numel() for p in model.parameters())
         if method == "turnwise, LoRA":
             model = SharedBase(model).add_adapter("default", peft_config(LoraConfig(rank=16)), seed=0)
         batch = make_batch(case)
-        config = UpdateConfig(lr=LR, micro_batch_tokens=case.tokens)
+        config = UpdateConfig(lr=LR, micro_batch_tokens=min(case.tokens, MOST))
         policy = policy_of(model, batch, config, lambda model: Forward(model, "packed"))
         measured = timed(steps_of(policy, batch, config).step, options.rounds, options.device)
         speed = case.tokens / (measured["s"] or 1)
         name = torch.cuda.get_device_name() if options.device == "cuda" else ""
         peak = next((peak for card, peak in PEAKS.items() if card in name), None)
         flop = (6 if method == "turnwise, full" else 4) * weights * speed
-        passed = policy.micro_batch_tokens(case.tokens)  # half as many if memory ran out
-        rows.append({"part": "update", "method": method, "tokens": case.tokens, "per pass": passed, **measured,
+        passed = policy.micro_batch_tokens(min(case.tokens, MOST))  # half as many if memory ran out
+        rows.append({"part": "update", "method": method, "rows": case.siblings, "tokens": case.tokens,
+                     "per pass": passed, **measured,
                      "tokens/s": speed,
                      "MFU": flop / peak if peak else None})  # fmt: skip
         del model, policy

@@ -8,11 +8,12 @@
 The script uses the interpreter that runs it, with its torch for CUDA, Triton, nvcc, cmake and ninja, and no network.
 Missing Python packages come from a folder of wheels (``WHEELS``; ``pip download --no-deps -d wheels``). They and
 turnwise are installed into ``build/gpu-check/site``; nothing else on the machine changes. A wheel of turnwise in that
-folder replaces the build. Every stage has a time limit, the most important stages come first, and a failed stage does
-not stop the next one. The report is rewritten after each stage; its last page has the goals, and which of CUDA and
-Triton won (``gpu_goals.py``). The exit code is 1 if a stage failed, and 2 if the machine lacks something that all
-stages need. A rehearsal finds what the machine's packages lack before a GPU's time is spent: it builds without CUDA,
-and nothing in it runs on a GPU. Each of its rows says "rehearsal".
+folder replaces the build. QuACK is timed where the machine has it (``pip install quack-kernels``). Every stage has a
+time limit, the most important stages come first, and a failed stage does not stop the next one. The report is rewritten
+after each stage; its last page has the goals, and which of CUDA and Triton won (``gpu_goals.py``). The exit code is 1
+if a stage failed, and 2 if the machine lacks something that all stages need. A rehearsal finds what the machine's
+packages lack before a GPU's time is spent: it builds without CUDA, and nothing in it runs on a GPU. Each of its rows
+says "rehearsal".
 """
 
 from __future__ import annotations
@@ -190,10 +191,11 @@ def stages(architecture: str, benches: Sequence[str], workers: int = 0) -> dict[
         "kernels": [
             *begin,
             Stage("ops", [*layouts, *native], 60, passed),
-            Stage("tests", [*tests, "-k", "not triton"], 150, passed, ONE_THREAD),
-            sanitized["memcheck"],
+            # The LM head first: it is what the last GPU found slow. Then ops that no GPU has timed.
             *([compile_all] if timed else []),
             *(every[name] for name in timed),
+            Stage("tests", [*tests, "-k", "not triton"], 150, passed, ONE_THREAD),
+            sanitized["memcheck"],
             sanitized["racecheck"],
         ],
         "trainer": [
@@ -353,6 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Python packages may come with --wheels: {' '.join(WHEELS)}", file=sys.stderr)
         return 2
     benches = sorted({path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")} - NO_GPU)
+    benches.sort(key=lambda name: name != "linear_logprob")
     part = options.part or ""
     if part:
         benches = [name for name in benches if (name == "trainer") == (part == "trainer")]

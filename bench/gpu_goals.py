@@ -42,6 +42,32 @@ def _head(row: Row) -> bool:
     return row["method"] == "turnwise" and row["dtype"] == "bfloat16"
 
 
+LARGE_HEAD = {"tokens": 8192, "H": 4096, "V": 151_936, "dtype": "bfloat16"}
+PRODUCTS, MOVED = 7.28e14, 4.0e12
+"""FLOP/s of bfloat16 products of the large head, as the H200 of ``results/2026-11-27-h200.md`` made them, and the
+bytes/s that a kernel may move there, 0.83 of the data sheet's."""
+
+
+def predicted_ms(row: Row) -> float | None:
+    """Return the time of an LM head on an H200 by what its plan computes and moves; ``None`` for other rows.
+
+    Products take their FLOP. Kernels read the float32 logits once to sum them, and once more to write their bfloat16
+    gradient; each chunk after the first reads and writes the gradient of the weight.
+    """
+    if row.get("bench") != "linear_logprob" or row["dtype"] != "bfloat16" or not row["method"].startswith("turnwise"):
+        return None
+    from turnwise.ops.logprob.choice import Device, Sizes, choose
+
+    tokens, width, vocabulary = row["tokens"], row["H"], row["V"]
+    plan = choose(Sizes(tokens, width, vocabulary, 2), Device(132, 141 << 30, (9, 0)), None)
+    forward, frozen = row["what"] == "forward", row["what"].endswith("frozen")
+    again = not forward and row["method"] != "turnwise, in one" and not frozen and plan.keep(tokens) == 0
+    products = 1 if forward else 2 if frozen else 4 if again else 3
+    sums = 0 if forward or frozen else -(-tokens // plan.rows) - 1
+    moved = tokens * vocabulary * (4 if forward else 4 + 6 + 4 * again) + sums * 4 * width * vocabulary
+    return 1e3 * (products * 2 * tokens * width * vocabulary / PRODUCTS + moved / MOVED)
+
+
 GOALS = (
     *(
         Goal("policy_loss", f"policy loss, {form}", "share of copy", 0.85,
@@ -51,6 +77,15 @@ GOALS = (
     Goal("policy_loss", "policy loss, rows of 7", "share of copy", 0.6, _short_rows),
     Goal("group_advantage", "group advantage, 65,536 rows", "µs", 10.0, _is(method="turnwise", rows=65_536), False),
     Goal("linear_logprob", "LM head", "share of products", 0.8, _head),
+    # 1.05 times what torch.compile took on an H200.
+    *(
+        Goal("linear_logprob", "LM head, H200", "ms", most, _is(method=method, what=what, **LARGE_HEAD), False)
+        for method, what, most in (
+            ("turnwise", "forward", 15.4),
+            ("turnwise, in one", "loss, backward", 50.1),
+            ("turnwise, in one", "loss, backward, frozen", 34.9),
+        )
+    ),
     # 1.5 times what prime-rl states for Qwen3-0.6B on one H100.
     Goal("trainer", "update, full", "tokens/s", 1.5 * 11_900, _is(method="turnwise, full")),
     Goal("trainer", "update, LoRA", "tokens/s", 1.5 * 13_300, _is(method="turnwise, LoRA")),
@@ -70,8 +105,10 @@ def goals(rows: Sequence[Row]) -> list[dict[str, Any]]:
             figure = row.get(goal.column)
             if figure is not None:
                 wanted = f"{'≥' if goal.least else '≤'} {goal.bound:g}"
+                predicted = predicted_ms(row) if goal.column == "ms" else None
                 found.append({"goal": goal.name, "case": _case(row), "figure": figure, "of": goal.column,
-                              "wanted": wanted, "met": "yes" if goal.met(figure) else "NO"})  # fmt: skip
+                              "wanted": wanted, "met": "yes" if goal.met(figure) else "NO",
+                              "predicted": predicted})  # fmt: skip
     return found
 
 

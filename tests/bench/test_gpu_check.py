@@ -102,7 +102,7 @@ def test_stages(check: Any) -> None:
     benches = ["policy_loss", "trainer"]
     parts = check.stages("90", benches, workers=8)
     begin, last = ["build", "import"], ["training", "ops triton", "tests triton"]
-    checks = ["ops", "tests", "memcheck", "compile", "bench policy_loss", "racecheck"]
+    checks = ["ops", "compile", "bench policy_loss", "tests", "memcheck", "racecheck"]
     assert {part: [stage.name for stage in each] for part, each in parts.items()} == {
         "kernels": [*begin, *checks],
         "trainer": [*begin, "bench trainer", *last],

@@ -227,9 +227,10 @@ def fused(plan: Plan, gradients: Gradients, entropy: bool) -> tuple[Tensor, Tens
     gradients.begin(len(plan.chunks))
     none = torch.empty(0, dtype=torch.float32, device=head.hidden.device)
     logprobs, entropies = [none], [none]
+    space = head.space(chunk.logits for chunk in plan.chunks)
     for chunk in plan.chunks:
         rows = head.rows(chunk.logits)
-        tile = head.tile(rows, chunk.logits)
+        tile = head.tile(rows, chunk.logits, space)
         if chunk.temperature is not None:
             tile = tile._replace(scale=1.0 / chunk.temperature)
         logprob, lse, entropies_m = head.finish(head.kernels.scan(tile, entropy), chunk.logits, entropy)

@@ -38,8 +38,10 @@ def forward(
     whole = Head(hidden, weight, targets, bias, positions, softmax, max_memory=max_memory)
     head, keep = whole.trained()
     slope, parts = head.hidden.new_empty(head.tokens, head.hidden.shape[1]), []
-    for chunk in head.chunks() or [slice(0, 0)]:
-        tile = head.tile(head.rows(chunk), chunk)
+    chunks = head.chunks() or [slice(0, 0)]
+    space = head.space(chunks)
+    for chunk in chunks:
+        tile = head.tile(head.rows(chunk), chunk, space)
         parts.append(head.finish(head.kernels.scan(tile, entropy), chunk, entropy))
         logprob, lse, _ = parts[-1]
         d = head.gradient(tile, Upstream(lse, torch.ones_like(lse), None, None))
