@@ -1,8 +1,8 @@
 """The trainer and the sampler on a real shape: Qwen3-0.6B's, with random weights in bfloat16, on a GPU.
 
 - "update": steps over 8 rows of 2,048 tokens in one packed pass, and over 2 rows of 16,384 in two, of all weights
-  (float32 masters) and of a LoRA adapter of rank 16. "MFU" is 6 FLOP per weight and token, 4 with a frozen base, over the GPU's dense bfloat16 peak, without
-  those of attention.
+  (float32 masters) and of a LoRA adapter of rank 16. "MFU" is 6 FLOP per weight and token, 4 with a frozen base, over
+  the GPU's dense bfloat16 peak, without those of attention.
 - "fan-out": 4 turns with 8 branches each, of which one goes on: padded, packed and as a trie. All have the same rows.
   Up to the rounding of bfloat16 they have equal log-probabilities ("log-probs off" is the largest difference from
   padded's) and norms of the first gradient. "tokens/s" counts the tokens of the rows.

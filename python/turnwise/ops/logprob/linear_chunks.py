@@ -47,8 +47,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @cache
 def _is_intel() -> bool:
-    """True on an Intel processor, where MKL makes a float32 product in 0.7 to 0.9 of oneDNN's time and copies no weight.
-    On AMD's oneDNN takes half of MKL's time."""
+    """True on an Intel processor. There MKL takes 0.7 to 0.9 of oneDNN's time and copies no weight; on AMD's, twice as
+    long."""
     facts = getattr(torch.cpu, "get_capabilities", dict)()
     return "Intel" in str(facts.get("cpu_name"))
 
@@ -178,7 +178,7 @@ class Head:
         return rows if ignored is None else rows.masked_fill(ignored[:, None], 0.0)
 
     def space(self, chunks: Iterable[slice]) -> Tensor | None:
-        """Make memory for the logits of any of the chunks, one after the other; ``None`` where products bring their own.
+        """Make memory for the logits of any of the chunks, in turn; ``None`` where products bring their own.
 
         A CPU gets large memory from the kernel, which fills it with zeros: a fifth of a product's time.
         """
@@ -188,8 +188,8 @@ class Head:
         return self.hidden.new_empty((most, self.vocabulary), dtype=self.products.dtype)
 
     def tile(self, rows: Tensor, chunk: slice, out: Tensor | None = None) -> Tile:
-        """Multiply the hidden states of a chunk by the weight: its logits ``[n, V]``, in the first rows of ``out`` if it
-        is given, with what the kernels need."""
+        """Multiply the hidden states of a chunk by the weight: its logits ``[n, V]``, in the first rows of ``out`` if
+        it is given, with what the kernels need."""
         return self.tile_of(self.products.logits(rows, self.weight, None if out is None else out[: len(rows)]), chunk)
 
     def tile_of(self, logits: Tensor, chunk: slice) -> Tile:
