@@ -308,6 +308,18 @@ COMMANDS: dict[str, Command] = {
             flag("--json", "print JSON with every model call, for scripts"),
         ),
     ),
+    "rescore": Command(
+        "look.recorded:rescore",
+        "Score a run's recorded episodes with another rubric: rewards, metrics and advantages beside the old ones.",
+        (
+            RUN_DIR,
+            argument("--rubric", "module:name of a Rubric, a reward function or a list of them", required=True,
+                     metavar="NAME"),
+            argument("--out", "new folder (default: RUN_DIR/rescored/NAME)", type=path, metavar="DIR"),
+            argument("--episode-type", "episodes to score (default: all but nested ones)", metavar="TYPE"),
+            JSON,
+        ),
+    ),
     "replay": Command(
         "look.recorded:replay",
         "Run a recorded episode again and show the first difference; the exit code is 1 if there is one.",

@@ -1,7 +1,8 @@
 """Writes a run as one HTML file (curves, config, episodes, processes), and reads its status.
 
-Read in this order: read, curves, page, rollouts, cluster, status, credit, trace.
-May import: types, utils, samples, credit, arena.stages, train, train.config, train.terms, train.log, train.checkpoint.
+Read in this order: read, curves, page, rollouts, cluster, status, credit, trace, rescore.
+May import: types, utils, samples, credit, arena.recording, arena.rewards, arena.stages,
+train, train.config, train.terms, train.log, train.checkpoint.
 """
 
 from __future__ import annotations

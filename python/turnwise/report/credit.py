@@ -90,14 +90,12 @@ def compare_credit(
 def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], step: int | None) -> Comparison:
     config = parse_config(read_config_text(folder / "config.toml"))
     sections = _own_sections(config)
+    _import_rules(config, [*(str(one["rule"]) for one in sections.values()), rule or ""])
     if rule is None and not sections:
         raise ValueError(f"rule=None: {folder} has no config.toml that names its own; name one by --rule")
     if rule is None and options and len(sections) > 1:
         raise ValueError(f"options={sorted(options)}: expected none, as each task has its own rule; name one by --rule")
     # Build both rules.
-    for each in dict.fromkeys([*(str(one["rule"]) for one in sections.values()), rule or ""]):
-        if (module := each.partition(":")[0]) in config.get("code", {}) and ":" in each:
-            import_recorded(module, config["code"][module])
     own_name, own = _own_rule(sections, folder)
     name, other = own_name, _own_rule(sections, folder)[1]
     if rule is not None or options:
@@ -129,6 +127,21 @@ def _compare_credit(folder: Path, rule: str | None, options: Mapping[str, Any], 
     if kl.get("coef", 0) and kl.get("apply_to") == "reward" and not comparison.penalized:
         comparison.notes.append("the run took a KL penalty from its rewards, which the record does not hold")
     return comparison
+
+
+def rule_of_run(folder: Path) -> CreditAssigner | None:
+    """Build the credit rule of the run in ``folder``, or those of its tasks; ``None`` if no config names them."""
+    config = parse_config(read_config_text(folder / "config.toml"))
+    sections = _own_sections(config)
+    _import_rules(config, [str(one["rule"]) for one in sections.values()])
+    return _own_rule(sections, folder)[1]
+
+
+def _import_rules(config: Mapping[str, Any], rules: Sequence[str]) -> None:
+    """Import the files that the run had its own rules from."""
+    for each in dict.fromkeys(rules):
+        if (module := each.partition(":")[0]) in config.get("code", {}) and ":" in each:
+            import_recorded(module, config["code"][module])
 
 
 def _own_sections(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""The commands that read the folder of a run: ``view``, ``credit`` and ``replay``; ``status`` has a file of its own."""
+"""The commands that read the folder of a run: ``view``, ``credit``, ``rescore``, ``replay``; ``status`` has its own file."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ def credit(options: argparse.Namespace) -> int:
         say(json.dumps({**asdict(comparison), "actors": [asdict(row) for row in differences(comparison)]}))
     else:
         say(render(comparison))
+    return EXIT_OK
+
+
+def rescore(options: argparse.Namespace) -> int:
+    """Score recorded episodes with another rubric."""
+    from turnwise.report.rescore import render, rescore, rubric_named
+
+    announce_code_of_run(options.run_dir)
+    rubric = rubric_named(options.rubric)
+    out = options.out or options.run_dir / "rescored" / options.rubric.rpartition(":")[2]
+    done = rescore(options.run_dir, rubric, out, episode_type=options.episode_type)
+    say(json.dumps({**asdict(done), "folder": str(done.folder)}) if options.json else render(done))
     return EXIT_OK
 
 
