@@ -1,7 +1,8 @@
 """Scores a run's recorded episodes with another rubric, offline: rewards, metrics and advantages beside the old ones.
 
 The result is a folder like a run's, with a copy of its config and the changed episodes. ``turnwise view`` and
-``turnwise credit`` read it, and ``warm_start.data`` with ``warm_start.min_reward`` learns from the best of it. No model is loaded.
+``turnwise credit`` read it, and ``warm_start.data`` with ``warm_start.min_reward`` learns from the best of it. No
+model is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from turnwise.arena.recording.rollouts_jsonl import json_line, nodes_of
 from turnwise.arena.rewards.invalid_action import INVALID
@@ -121,7 +122,7 @@ def _scored_rows(
         rows: list[dict[str, Any]] = list(group)
         results = [result_of(row) for row in rows]
         pairs = [
-            (node, result, depth == 0)
+            (cast(dict[str, Any], node), result, depth == 0)
             for row, top in zip(rows, results, strict=True)
             for depth, (node, result) in enumerate(zip(nodes_of(row), top.walk(), strict=True))
         ]

@@ -249,7 +249,7 @@ def prompt_tokens(owner: Any) -> Any:
 
 
 @cache
-def _reader(kind: type) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+def _reader(kind: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """Return the names of a class's fields, and what reads all of them as they are kept."""
     names = tuple(field.name for field in fields(kind))
     return names, attrgetter(*(_AS_KEPT + name if hasattr(kind, _AS_KEPT + name) else name for name in names))
@@ -260,5 +260,7 @@ def changed(value: T, **changes: Any) -> T:
 
     Its prompts stay shared. All fields must be arguments of the class, two or more. Unknown names raise ``TypeError``.
     """
-    names, read = _reader(type(value))
-    return type(value)(**(dict(zip(names, read(value), strict=True)) | changes))
+    kind: Any = type(value)
+    names, read = _reader(kind)
+    made: T = kind(**(dict(zip(names, read(value), strict=True)) | changes))
+    return made

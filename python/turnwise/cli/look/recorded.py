@@ -1,4 +1,4 @@
-"""The commands that read the folder of a run: ``view``, ``credit``, ``rescore``, ``replay``; ``status`` has its own file."""
+"""The commands that read a run: ``view``, ``credit``, ``rescore``, ``replay``. ``status`` has a file of its own."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _is_intel() -> bool:
     """True on an Intel processor. There MKL takes 0.7 to 0.9 of oneDNN's time and copies no weight; on AMD's, twice as
     long."""
-    facts = getattr(torch.cpu, "get_capabilities", dict)()
+    facts: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return "Intel" in str(facts.get("cpu_name"))
 
 
