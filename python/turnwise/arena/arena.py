@@ -291,15 +291,15 @@ class Arena(ArenaSetup):
         **sampling: Any,
     ) -> tuple[Chat, ModelRequest]:
         """Return the chat and the request that :meth:`call_model` would send."""
-        if actor_id is not None and actor_id not in self.actors:
-            raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(self.actors)}")
-        actor = None if actor_id is None else self.actors[actor_id]
+        actors, context = self.actors, current_context()
+        if actor_id is not None and actor_id not in actors:
+            raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(actors)}")
+        actor = None if actor_id is None else actors[actor_id]
         settings = sampling_for(actor, self.sampling, self._evaluation_sampling)
         if actor is not None and actor.max_tokens is not None:
             sampling.setdefault("max_tokens", actor.max_tokens)
         format = self.plain_format(actor)
         if prompt_token_ids is None:
-            context = current_context()
             steps = () if context is None else context.state.trajectory
             messages, prompt_ids = self._prompts.build(format, actor, prompt, steps)
         else:
@@ -309,8 +309,8 @@ class Arena(ArenaSetup):
         max_tokens = sampling.get("max_tokens", settings.max_tokens)
         sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, actor_id)
         if sampling.get("seed", settings.seed) is None:
-            sampling["seed"] = self._call_seed(current_context())
-        policy, settings = policy or playing(actor), settings.with_(**sampling)
+            sampling["seed"] = self._call_seed(context)
+        policy, settings = policy or playing(actor, context), settings.with_(**sampling)
         if settings.grammar is not None and not capabilities_of(self.client, ClientCapabilities).grammars:
             raise ValueError(f"grammar: {type(self.client).__name__} can't sample under one")
         return messages, ModelRequest(prompt_ids, settings, policy, cast(Messages, messages))

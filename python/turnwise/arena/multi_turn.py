@@ -200,7 +200,9 @@ class MultiTurnEpisode(Episode, ABC):
         heard = await heard.after(state.trajectory, state.current_actor, partial(_shown_to, self))
         state.transcripts[state.current_actor] = heard
         is_ours = type(self).build_messages is MultiTurnEpisode.build_messages
-        messages: Messages = Shown(heard.messages) if is_ours else [message.copy() for message in heard.messages]
+        messages: Messages = Shown(heard.messages.whole())
+        if not is_ours:
+            messages = [message.copy() for message in messages]
         where = f"{own}.get_observation for actor {state.current_actor!r}"
         observation = text_of_hook(await hook(self.get_observation, state, arena, artifact), where)
         if observation.strip():

@@ -102,10 +102,12 @@ class Prefix(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
+            if self.shared is None:
+                return list(self.tail[index])
             begin, end, step = index.indices(len(self))
             if step != 1:
                 return list(self.whole()[index])
-            first = self.shared.items[begin : min(end, self.length)] if self.shared and begin < self.length else []
+            first = self.shared.items[begin : min(end, self.length)] if begin < self.length else []
             return [*first, *self.tail[max(begin - self.length, 0) : max(end - self.length, 0)]]
         place = index + len(self) if index < 0 else index
         if place < 0:
