@@ -24,8 +24,8 @@ MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CHANNEL_
 
 LONGEST_MARK = 64
 """Tokens at the end of a prompt that may hold a mark of reasoning."""
-MAX_TOOL_SETS = 64
-"""Lists of tools whose renderings a format keeps."""
+MAX_TOOL_SETS, MAX_TAILS, MAX_BEGINS = 64, 256, 64
+"""Renderings that a format keeps: of lists of tools, of new messages, and of begun answers."""
 
 
 class ChatFormat(ChatEncoder):
@@ -125,8 +125,25 @@ class ChatFormat(ChatEncoder):
         return self._in_turn(self._with_systems(new, begun=True), begun=True)
 
     def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
-        """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""
+        """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn.
+
+        That of equal messages is rendered once, without tools and calls.
+        """
         calls = answer.get("tool_calls") if answer else None
+        if calls or tools:
+            return self._rendered_tail(new, tools, calls)
+        key = repr(new)
+        if (tail := self._tails.get(key)) is None and (tail := self._rendered_tail(new, (), None)) is not None:
+            if len(self._tails) >= MAX_TAILS:
+                self._tails.clear()
+            self._tails[key] = tail
+        return tail
+
+    @cached_property
+    def _tails(self) -> dict[str, list[int]]:
+        return {}
+
+    def _rendered_tail(self, new: Messages, tools: Sequence[Tool], calls: Any) -> list[int] | None:
         tails = []
         form = tuple(message["role"] for message in new)
         try:
@@ -358,15 +375,29 @@ class ChatFormat(ChatEncoder):
             # After what begins the assistant's turn, all text is the assistant's. It stands near the end.
             tail = list(prompt[-size:])
             begin = next((place for place in range(len(tail), 0, -1) if tail[place - 1] in tokens), 0) if tokens else 0
-            text = self.tokenizer.decode(tail[begin:], skip_special_tokens=False)
-            place = text.rfind(words) + len(words) if words and words in text else 0
-            if begin or place:
-                return opens_thought(text[place:], self.thought_marks, whole=True)
+            if begin:
+                return self._begun_opens_thought(tuple(tail[begin:]))
+            text = self.tokenizer.decode(tail, skip_special_tokens=False)
+            if words and words in text:
+                return opens_thought(text[text.rfind(words) + len(words) :], self.thought_marks, whole=True)
             if size >= len(prompt) or not (tokens or words):
                 break
             size *= 8
         text = text if words else self.tokenizer.decode(tail[-LONGEST_MARK:], skip_special_tokens=False)
         return opens_thought(text, self.thought_marks, whole=False)
+
+    def _begun_opens_thought(self, begun: tuple[int, ...]) -> bool:
+        """True if a begun answer leaves a thought open. Nearly always, its tokens are those of the generation prompt."""
+        if begun not in self._open_begins:
+            if len(self._open_begins) >= MAX_BEGINS:
+                self._open_begins.clear()
+            text = self.tokenizer.decode(list(begun), skip_special_tokens=False)
+            self._open_begins[begun] = opens_thought(text, self.thought_marks, whole=True)
+        return self._open_begins[begun]
+
+    @cached_property
+    def _open_begins(self) -> dict[tuple[int, ...], bool]:
+        return {}
 
     @cached_property
     def _turn_begins(self) -> tuple[set[int], str]:

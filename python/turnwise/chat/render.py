@@ -125,9 +125,12 @@ class ChatEncoder:
     # -- system messages -----------------------------------------------------------------------------------------------
     def _with_systems(self, messages: Messages, *, begun: bool = False) -> Messages:
         """Return a chat, or the rest of a ``begun`` one, with system messages only where the template takes them."""
-        indices = [index for index, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
-        if not indices:
+        for message in messages:
+            if message["role"] in SYSTEM_ROLES:
+                break
+        else:
             return messages
+        indices = [index for index, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
         if indices == [0] and not begun and messages[0]["role"] == "system" and self._takes_first_system:
             return messages
         first, later = self._takes_first_system, self._takes_later_systems

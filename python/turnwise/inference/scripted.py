@@ -87,7 +87,7 @@ class ByteTokenizer:
             text += f"tools: {json.dumps(tool)}\n"
         for message in conversation:
             text += f"{message['role']}: {message['content']}"
-            for call in message.get("tool_calls") or ():
+            for call in (message["tool_calls"] or ()) if "tool_calls" in message else ():
                 named = {name: call["function"][name] for name in ("name", "arguments")}
                 text += f"<tool_call>{json.dumps(named)}</tool_call>"
             text += "\n"

@@ -355,14 +355,20 @@ def require_context() -> EpisodeContext:
     return context
 
 
-@contextlib.contextmanager
-def use_context(context: EpisodeContext) -> Iterator[EpisodeContext]:
+class use_context:
     """Make ``context`` the current context for the block and for the tasks started in it."""
-    token = _current.set(context)
-    try:
-        yield context
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: EpisodeContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> EpisodeContext:
+        self._token = _current.set(self._context)
+        return self._context
+
+    def __exit__(self, *failure: object) -> None:
+        _current.reset(self._token)
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ def only_response(request: ModelRequest, responses: Sequence[ModelResponse]) -> 
 
 def check_response(request: ModelRequest, response: ModelResponse) -> None:
     """Raise ``ModelError`` unless token ids, log-probabilities, versions and finish reason are present and agree."""
-    tokens, asked = len(response.completion_token_ids), prompt_tokens(request)
+    tokens = len(response.completion_token_ids)
     problem: str | None = None
     if tokens == 0:
         problem = "no completion token ids"
@@ -193,9 +193,9 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
         problem = f"{tokens} completion token ids but policy versions {response.policy_versions}"
     elif response.finish_reason not in FINISH_REASONS:
         problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
-    elif (experts := response.routed_experts) is not None and len(experts.ids) != len(asked) + tokens - 1:
+    elif (experts := response.routed_experts) is not None and len(experts.ids) != len(prompt_tokens(request)) + tokens - 1:
         problem = f"the experts of {len(experts.ids)} tokens, expected all of prompt and completion but the last"
-    elif (shown := prompt_tokens(response)) and shown != asked:
+    elif (shown := prompt_tokens(response)) and shown != prompt_tokens(request):
         problem = "other prompt token ids than were asked"
     if problem is not None:
         raise ModelError(f"the inference client gave a response with {problem} (policy {request.policy!r})")

@@ -19,7 +19,7 @@ from turnwise.chat.continuation import Anchors
 from turnwise.chat.messages import ROLES, SYSTEM_ROLES, Tool, plain_messages, with_system
 from turnwise.state import to_python
 from turnwise.types import Actor, Chat, Message, Messages, Step
-from turnwise.types.prompts import GIVEN, Prefix, as_tokens, kept
+from turnwise.types.prompts import GIVEN, Prefix, as_tokens, prompt_chat, prompt_tokens
 
 RENDERED = "prompts/rendered_again"
 """Begins the metrics of calls whose chat holds the actor's latest answer, but not behind its tokens, by reason.
@@ -114,7 +114,7 @@ class Prompts:
     def _build(self, format: ChatFormat, found: _Earlier, rest: Messages, tools: Sequence[Tool]) -> tuple[Prompt, str]:
         """Return the prompt of a chat that goes on with ``rest``, and the metric that counts it."""
         step = found.step
-        chat, ids = kept(step, "prompt"), kept(step, "prompt_token_ids")
+        chat, ids = prompt_chat(step), prompt_tokens(step)
         known, reason = chat[: found.length], "history"
         if found.exact:
             answer = {"role": "assistant", "content": step.completion}
@@ -128,7 +128,9 @@ class Prompts:
                     return longer, ""
             known = [*known, answer]
         messages = [*known, *rest]
-        holds = any(each["role"] == "assistant" and each["content"] == step.completion for each in reversed(messages))
+        holds = found.exact or any(
+            each["role"] == "assistant" and each["content"] == step.completion for each in messages
+        )
         return self._rendered(format, messages, chat, ids, tools), f"{RENDERED}/{reason}" if holds else ""
 
     def _rendered(
@@ -202,13 +204,13 @@ def _earlier(actor: str, messages: Messages, steps: Sequence[Step | None], kind:
 
     ``kind`` ends the origin of calls that were rendered with tools, or without.
     """
-    kinds = {origin + kind for origin in (WHOLE, SAMPLED, ANCHORED)}
+    kinds = (WHOLE + kind, SAMPLED + kind, ANCHORED + kind)
     latest: _Earlier | None = None
     left = MAX_EARLIER
     for step in reversed(steps):
         if step is None or step.actor_id != actor:
             continue
-        chat, ids = kept(step, "prompt"), kept(step, "prompt_token_ids")
+        chat, ids = prompt_chat(step), prompt_tokens(step)
         if not isinstance(chat, Prefix) or not isinstance(ids, Prefix) or ids.origin not in kinds:
             continue
         length = len(chat)
@@ -260,7 +262,7 @@ def to_messages(prompt: str | Chat, actor: Actor | None) -> Messages:
 
 def chat_of(prompt: Any, where: str) -> str | Messages:
     """Return what a hook gave as a prompt: a string, or plain messages. Errors begin with ``where``, the hook."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or (type(prompt) is Shown and prompt):
         return prompt
     try:
         return to_messages(prompt, None)
