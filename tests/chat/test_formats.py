@@ -114,4 +114,4 @@ def test_equal_tools_are_rendered_once_and_changed_ones_again() -> None:
         assert longer == ChatFormat(tokenizer).extend(prompt, sampled, new, [tool])
         assert longer is not None and kept.tokenizer.decode(longer).endswith(f"assistant\n1 {description}")
         assert control_tokens(kept, longer[len(prompt) + len(sampled) :]) == 3
-    assert len(kept._turns_by_tools) == 2
+    assert len([key for key in kept._made if key[0] == "tools"]) == 2

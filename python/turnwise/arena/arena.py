@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from turnwise.arena.rewards.group_rewards import score_groups
 from turnwise.arena.runner import check_requests, create_context, run_episode
@@ -43,7 +43,6 @@ from turnwise.types import (
     EpisodeRequest,
     GenerateResult,
     Message,
-    Messages,
     ModelRequest,
     ModelResponse,
     Rollout,
@@ -244,7 +243,7 @@ class Arena(ArenaSetup):
             check_prompt(context, actor_id, messages)
         call = PendingCall(context, actor_id, messages, request, record=record, turn=turn)
         # A replay gives the recorded response. Otherwise ask the cache or the client.
-        response = await call.replayed()
+        response = None if call.recorded is None else await call.replayed()
         if response is None:
             try:
                 if cache is None:
@@ -313,7 +312,7 @@ class Arena(ArenaSetup):
         policy, settings = policy or playing(actor, context), settings.with_(**sampling)
         if settings.grammar is not None and not capabilities_of(self.client, ClientCapabilities).grammars:
             raise ValueError(f"grammar: {type(self.client).__name__} can't sample under one")
-        return messages, ModelRequest(prompt_ids, settings, policy, cast(Messages, messages))
+        return messages, ModelRequest(prompt_ids, settings, policy, messages)  # type: ignore[arg-type]
 
     def build_prompt(
         self, actor: Actor, prompt: str | Chat, format: Any, tools: Sequence[dict[str, Any]]

@@ -260,7 +260,7 @@ class MultiTurnEpisode(Episode, ABC):
         messages = chat_of(messages, f"{type(self).__name__}.build_messages for actor {state.current_actor!r}")
         mix: RewardMix = arena.mix_of(require_context().rollout.episode_type)
         before = await hook(self.team_value, state, arena, artifact) if mix.difference else 0.0
-        handed = await self._present_answer(state, arena, artifact)
+        handed = await self._present_answer(state, arena, artifact) if arena.is_evaluation else None
         begun = len(state.trajectory)
         try:
             await self.call_model(state.current_actor, messages, arena)
@@ -308,9 +308,7 @@ class MultiTurnEpisode(Episode, ABC):
     async def _present_answer(
         self, state: EpisodeState, arena: ArenaForHooks, artifact: Any
     ) -> tuple[Any, tuple[bool, ...]] | None:
-        """Return a copy of the present answer and its right parts; ``None`` if there is none, or in training."""
-        if not arena.is_evaluation:
-            return None
+        """Return a copy of the present answer and its right parts; ``None`` if there is none."""
         answer = await hook(self.team_answer, state, arena, artifact)
         return plain_answer(answer, f"{type(self).__name__}.team_answer")
 

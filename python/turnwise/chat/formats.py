@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
 from itertools import dropwhile, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from turnwise.chat.calls.reading import HERMES_TEXT
 from turnwise.chat.messages import ChatError, Tool, results_in_order
@@ -17,6 +17,7 @@ from turnwise.chat.tokenizers import TokenBytes, ends_of
 from turnwise.sandbox.templates import TemplateLimitError
 from turnwise.types import Message, Messages, ParsedCompletion
 
+T = TypeVar("T")
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 CHANNEL_TOKENS = ("<|channel>", "<|channel|>", "<|message|>")
 MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CHANNEL_TOKENS, *CALL_MARKS])
@@ -24,7 +25,7 @@ MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CHANNEL_
 
 LONGEST_MARK = 64
 """Tokens at the end of a prompt that may hold a mark of reasoning."""
-MAX_TOOL_SETS, MAX_TAILS, MAX_BEGINS = 64, 256, 64
+MAX_MADE = 256
 """Renderings that a format keeps: of lists of tools, of new messages, and of begun answers."""
 
 
@@ -132,16 +133,7 @@ class ChatFormat(ChatEncoder):
         calls = answer.get("tool_calls") if answer else None
         if calls or tools:
             return self._rendered_tail(new, tools, calls)
-        key = repr(new)
-        if (tail := self._tails.get(key)) is None and (tail := self._rendered_tail(new, (), None)) is not None:
-            if len(self._tails) >= MAX_TAILS:
-                self._tails.clear()
-            self._tails[key] = tail
-        return tail
-
-    @cached_property
-    def _tails(self) -> dict[str, list[int]]:
-        return {}
+        return self._once(("tail", repr(new)), lambda: self._rendered_tail(new, (), None))
 
     def _rendered_tail(self, new: Messages, tools: Sequence[Tool], calls: Any) -> list[int] | None:
         tails = []
@@ -190,15 +182,21 @@ class ChatFormat(ChatEncoder):
 
     def _turns_without_calls(self, tools: Sequence[Tool]) -> tuple[list[tuple[Messages, list[int]]], bool]:
         """Return :meth:`_closed_turns` of ``tools``, which is rendered once for equal tools."""
-        key = repr(tools)
-        if key not in self._turns_by_tools:
-            if len(self._turns_by_tools) >= MAX_TOOL_SETS:
-                self._turns_by_tools.clear()
-            self._turns_by_tools[key] = self._closed_turns(tools)
-        return self._turns_by_tools[key]
+        return self._once(("tools", repr(tools)), lambda: self._closed_turns(tools))
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return ``make()``, which depends on the template and ``key`` alone, and is kept unless it is ``None``."""
+        if key in self._made:
+            return self._made[key]  # type: ignore[no-any-return]
+        made = make()
+        if made is not None:
+            if len(self._made) >= MAX_MADE:
+                self._made.clear()
+            self._made[key] = made
+        return made
 
     @cached_property
-    def _turns_by_tools(self) -> dict[str, tuple[list[tuple[Messages, list[int]]], bool]]:
+    def _made(self) -> dict[Hashable, Any]:
         return {}
 
     @property
@@ -375,8 +373,8 @@ class ChatFormat(ChatEncoder):
             # After what begins the assistant's turn, all text is the assistant's. It stands near the end.
             tail = list(prompt[-size:])
             begin = next((place for place in range(len(tail), 0, -1) if tail[place - 1] in tokens), 0) if tokens else 0
-            if begin:
-                return self._begun_opens_thought(tuple(tail[begin:]))
+            if begin:  # nearly always, what follows is the generation prompt
+                return self._once(("begun", *tail[begin:]), partial(self._is_open, tail[begin:]))
             text = self.tokenizer.decode(tail, skip_special_tokens=False)
             if words and words in text:
                 return opens_thought(text[text.rfind(words) + len(words) :], self.thought_marks, whole=True)
@@ -386,18 +384,9 @@ class ChatFormat(ChatEncoder):
         text = text if words else self.tokenizer.decode(tail[-LONGEST_MARK:], skip_special_tokens=False)
         return opens_thought(text, self.thought_marks, whole=False)
 
-    def _begun_opens_thought(self, begun: tuple[int, ...]) -> bool:
-        """True if a begun answer leaves a thought open. Nearly always, its tokens are those of the generation prompt."""
-        if begun not in self._open_begins:
-            if len(self._open_begins) >= MAX_BEGINS:
-                self._open_begins.clear()
-            text = self.tokenizer.decode(list(begun), skip_special_tokens=False)
-            self._open_begins[begun] = opens_thought(text, self.thought_marks, whole=True)
-        return self._open_begins[begun]
-
-    @cached_property
-    def _open_begins(self) -> dict[tuple[int, ...], bool]:
-        return {}
+    def _is_open(self, begun: Sequence[int]) -> bool:
+        """True if the tokens of a begun answer leave a thought open."""
+        return opens_thought(self.tokenizer.decode(begun, skip_special_tokens=False), self.thought_marks, whole=True)
 
     @cached_property
     def _turn_begins(self) -> tuple[set[int], str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
+from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.privacy import sampled_key
 from turnwise.arena.runtime.watch import count
 from turnwise.chat import ChatFormat
@@ -15,7 +15,6 @@ from turnwise.types import (
     Actor,
     Chat,
     ContextLengthError,
-    Messages,
     ModelError,
     ModelRequest,
     ModelResponse,
@@ -181,7 +180,7 @@ def only_response(request: ModelRequest, responses: Sequence[ModelResponse]) -> 
 
 def check_response(request: ModelRequest, response: ModelResponse) -> None:
     """Raise ``ModelError`` unless token ids, log-probabilities, versions and finish reason are present and agree."""
-    tokens = len(response.completion_token_ids)
+    tokens, asked = len(response.completion_token_ids), prompt_tokens(request)
     problem: str | None = None
     if tokens == 0:
         problem = "no completion token ids"
@@ -193,9 +192,9 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
         problem = f"{tokens} completion token ids but policy versions {response.policy_versions}"
     elif response.finish_reason not in FINISH_REASONS:
         problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
-    elif (experts := response.routed_experts) is not None and len(experts.ids) != len(prompt_tokens(request)) + tokens - 1:
+    elif (experts := response.routed_experts) is not None and len(experts.ids) != len(asked) + tokens - 1:
         problem = f"the experts of {len(experts.ids)} tokens, expected all of prompt and completion but the last"
-    elif (shown := prompt_tokens(response)) and shown != prompt_tokens(request):
+    elif (shown := prompt_tokens(response)) and shown != asked:
         problem = "other prompt token ids than were asked"
     if problem is not None:
         raise ModelError(f"the inference client gave a response with {problem} (policy {request.policy!r})")
@@ -207,7 +206,7 @@ def to_step(actor_id: str | None, turn: int, messages: Chat, request: ModelReque
     return Step(
         actor_id,
         turn=turn,
-        prompt=cast(Messages, messages),
+        prompt=messages,  # type: ignore[arg-type]
         completion=response.text,
         prompt_token_ids=prompt_tokens(request),
         completion_token_ids=list(response.completion_token_ids),
