@@ -187,7 +187,7 @@ class ChatFormat(ChatEncoder):
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return ``make()``, which depends on the template and ``key`` alone, and is kept unless it is ``None``."""
         if key in self._made:
-            return self._made[key]  # type: ignore[no-any-return]
+            return self._made[key]
         made = make()
         if made is not None:
             if len(self._made) >= MAX_MADE:

@@ -133,8 +133,12 @@ def _rewards(rollout: Rollout, index: int, step: Step, actor: str) -> tuple[floa
         of_step = of_rollout
     if of_rollout is None:
         of_rollout = of_step
-    known = of_step is not None and of_rollout is not None
-    if known and isfinite(of_step) and (of_rollout is of_step or isfinite(of_rollout)):
+    if (
+        of_step is not None
+        and of_rollout is not None
+        and isfinite(of_step)
+        and (of_rollout is of_step or isfinite(of_rollout))  # nearly always, both are one
+    ):
         return float(of_step), float(of_rollout)
     name = f"step {index} (actor {actor!r}) of rollout {rollout.id!r}, episode type {rollout.episode_type!r}"
     if of_step is None or of_rollout is None:

@@ -263,5 +263,5 @@ def changed(value: T, **changes: Any) -> T:
 
     Its prompts stay shared. All fields must be arguments of the class, two or more. Unknown names raise ``TypeError``.
     """
-    names, read = _reader(type(value))
+    names, read = _reader(type(value))  # type: ignore[arg-type]
     return type(value)(**(dict(zip(names, read(value), strict=True)) | changes))

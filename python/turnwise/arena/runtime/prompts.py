@@ -94,7 +94,7 @@ class Prompts:
         return built
 
     def token_ids(self, format: ChatFormat, messages: Messages, tools: Sequence[Tool] = ()) -> Prefix[int]:
-        """Return the tokens of a whole chat, which are made once for chats that begin alike."""
+        """Return the tokens of a whole chat, which equal chats share."""
         plain = are_texts(messages)
         texts = [text for message in messages for text in message.items()] if plain else [repr(messages)]
         key = (format, repr(tools) if tools else "", *texts)
