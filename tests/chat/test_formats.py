@@ -114,4 +114,23 @@ def test_equal_tools_are_rendered_once_and_changed_ones_again() -> None:
         assert longer == ChatFormat(tokenizer).extend(prompt, sampled, new, [tool])
         assert longer is not None and kept.tokenizer.decode(longer).endswith(f"assistant\n1 {description}")
         assert control_tokens(kept, longer[len(prompt) + len(sampled) :]) == 3
-    assert len(kept._turns_by_tools) == 2
+    assert len([key for key in kept._made if key[0] == "tools"]) == 2
+
+
+def test_equal_new_messages_and_begun_answers_are_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = chat_tokenizer("template")
+    kept = ChatFormat(tokenizer)
+    prompt, sampled = kept.prompt_ids([{"role": "user", "content": "hi"}]), [*kept.encode("yo"), *kept.end_token_ids]
+    rendered: list[int] = []
+    render = kept.render
+    monkeypatch.setattr(kept, "render", lambda *given: rendered.append(1) or render(*given))
+    counts = []
+    for said in ("so", "so", "<|im_end|>", "so", "<|im_end|>"):
+        new = [{"role": "user", "content": said}]
+        assert kept.extend(prompt, sampled, new) == ChatFormat(tokenizer).extend(prompt, sampled, new)
+        counts.append(len(rendered))
+    assert counts[0] == counts[1] < counts[2] == counts[4]
+    begun = {text: [*prompt, *kept.encode(text)] for text in ("<think>\n", "<think>\n</think>\n", "")}
+    for _ in range(2):
+        assert [kept.opens_thought(ids) for ids in begun.values()] == [True, False, False]
+    assert len([key for key in kept._made if key[0] == "begun"]) == 3

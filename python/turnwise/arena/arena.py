@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from turnwise.arena.rewards.group_rewards import score_groups
 from turnwise.arena.runner import check_requests, create_context, run_episode
@@ -43,7 +43,6 @@ from turnwise.types import (
     EpisodeRequest,
     GenerateResult,
     Message,
-    Messages,
     ModelRequest,
     ModelResponse,
     Rollout,
@@ -244,7 +243,7 @@ class Arena(ArenaSetup):
             check_prompt(context, actor_id, messages)
         call = PendingCall(context, actor_id, messages, request, record=record, turn=turn)
         # A replay gives the recorded response. Otherwise ask the cache or the client.
-        response = await call.replayed()
+        response = None if call.recorded is None else await call.replayed()
         if response is None:
             try:
                 if cache is None:
@@ -291,15 +290,15 @@ class Arena(ArenaSetup):
         **sampling: Any,
     ) -> tuple[Chat, ModelRequest]:
         """Return the chat and the request that :meth:`call_model` would send."""
-        if actor_id is not None and actor_id not in self.actors:
-            raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(self.actors)}")
-        actor = None if actor_id is None else self.actors[actor_id]
+        actors, context = self.actors, current_context()
+        if actor_id is not None and actor_id not in actors:
+            raise ValueError(f"actor_id={actor_id!r}: no such actor, expected one of {sorted(actors)}")
+        actor = None if actor_id is None else actors[actor_id]
         settings = sampling_for(actor, self.sampling, self._evaluation_sampling)
         if actor is not None and actor.max_tokens is not None:
             sampling.setdefault("max_tokens", actor.max_tokens)
         format = self.plain_format(actor)
         if prompt_token_ids is None:
-            context = current_context()
             steps = () if context is None else context.state.trajectory
             messages, prompt_ids = self._prompts.build(format, actor, prompt, steps)
         else:
@@ -309,11 +308,11 @@ class Arena(ArenaSetup):
         max_tokens = sampling.get("max_tokens", settings.max_tokens)
         sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, actor_id)
         if sampling.get("seed", settings.seed) is None:
-            sampling["seed"] = self._call_seed(current_context())
-        policy, settings = policy or playing(actor), settings.with_(**sampling)
+            sampling["seed"] = self._call_seed(context)
+        policy, settings = policy or playing(actor, context), settings.with_(**sampling)
         if settings.grammar is not None and not capabilities_of(self.client, ClientCapabilities).grammars:
             raise ValueError(f"grammar: {type(self.client).__name__} can't sample under one")
-        return messages, ModelRequest(prompt_ids, settings, policy, cast(Messages, messages))
+        return messages, ModelRequest(prompt_ids, settings, policy, messages)  # type: ignore[arg-type]
 
     def build_prompt(
         self, actor: Actor, prompt: str | Chat, format: Any, tools: Sequence[dict[str, Any]]

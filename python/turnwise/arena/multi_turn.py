@@ -200,7 +200,9 @@ class MultiTurnEpisode(Episode, ABC):
         heard = await heard.after(state.trajectory, state.current_actor, partial(_shown_to, self))
         state.transcripts[state.current_actor] = heard
         is_ours = type(self).build_messages is MultiTurnEpisode.build_messages
-        messages: Messages = Shown(heard.messages) if is_ours else [message.copy() for message in heard.messages]
+        messages: Messages = Shown(heard.messages.whole())
+        if not is_ours:
+            messages = [message.copy() for message in messages]
         where = f"{own}.get_observation for actor {state.current_actor!r}"
         observation = text_of_hook(await hook(self.get_observation, state, arena, artifact), where)
         if observation.strip():
@@ -258,7 +260,7 @@ class MultiTurnEpisode(Episode, ABC):
         messages = chat_of(messages, f"{type(self).__name__}.build_messages for actor {state.current_actor!r}")
         mix: RewardMix = arena.mix_of(require_context().rollout.episode_type)
         before = await hook(self.team_value, state, arena, artifact) if mix.difference else 0.0
-        handed = await self._present_answer(state, arena, artifact)
+        handed = await self._present_answer(state, arena, artifact) if arena.is_evaluation else None
         begun = len(state.trajectory)
         try:
             await self.call_model(state.current_actor, messages, arena)
@@ -306,9 +308,7 @@ class MultiTurnEpisode(Episode, ABC):
     async def _present_answer(
         self, state: EpisodeState, arena: ArenaForHooks, artifact: Any
     ) -> tuple[Any, tuple[bool, ...]] | None:
-        """Return a copy of the present answer and its right parts; ``None`` if there is none, or in training."""
-        if not arena.is_evaluation:
-            return None
+        """Return a copy of the present answer and its right parts; ``None`` if there is none."""
         answer = await hook(self.team_answer, state, arena, artifact)
         return plain_answer(answer, f"{type(self).__name__}.team_answer")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
 from itertools import dropwhile, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from turnwise.chat.calls.reading import HERMES_TEXT
 from turnwise.chat.messages import ChatError, Tool, results_in_order
@@ -17,6 +17,7 @@ from turnwise.chat.tokenizers import TokenBytes, ends_of
 from turnwise.sandbox.templates import TemplateLimitError
 from turnwise.types import Message, Messages, ParsedCompletion
 
+T = TypeVar("T")
 CALL_MARKS = ("<tool_call>", "</tool_call>")
 CHANNEL_TOKENS = ("<|channel>", "<|channel|>", "<|message|>")
 MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CHANNEL_TOKENS, *CALL_MARKS])
@@ -24,8 +25,8 @@ MARKS = frozenset([*(mark for pair in THOUGHT_MARKS for mark in pair), *CHANNEL_
 
 LONGEST_MARK = 64
 """Tokens at the end of a prompt that may hold a mark of reasoning."""
-MAX_TOOL_SETS = 64
-"""Lists of tools whose renderings a format keeps."""
+MAX_MADE = 256
+"""Renderings that a format keeps: of lists of tools, of new messages, and of begun answers."""
 
 
 class ChatFormat(ChatEncoder):
@@ -125,8 +126,16 @@ class ChatFormat(ChatEncoder):
         return self._in_turn(self._with_systems(new, begun=True), begun=True)
 
     def _tail(self, new: Messages, tools: Sequence[Tool], answer: Message | None) -> list[int] | None:
-        """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn."""
+        """Return what the template appends after a closed turn, if that doesn't depend on the text of the turn.
+
+        That of equal messages is rendered once, without tools and calls.
+        """
         calls = answer.get("tool_calls") if answer else None
+        if calls or tools:
+            return self._rendered_tail(new, tools, calls)
+        return self._once(("tail", repr(new)), lambda: self._rendered_tail(new, (), None))
+
+    def _rendered_tail(self, new: Messages, tools: Sequence[Tool], calls: Any) -> list[int] | None:
         tails = []
         form = tuple(message["role"] for message in new)
         try:
@@ -173,15 +182,21 @@ class ChatFormat(ChatEncoder):
 
     def _turns_without_calls(self, tools: Sequence[Tool]) -> tuple[list[tuple[Messages, list[int]]], bool]:
         """Return :meth:`_closed_turns` of ``tools``, which is rendered once for equal tools."""
-        key = repr(tools)
-        if key not in self._turns_by_tools:
-            if len(self._turns_by_tools) >= MAX_TOOL_SETS:
-                self._turns_by_tools.clear()
-            self._turns_by_tools[key] = self._closed_turns(tools)
-        return self._turns_by_tools[key]
+        return self._once(("tools", repr(tools)), lambda: self._closed_turns(tools))
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return ``make()``, which depends on the template and ``key`` alone, and is kept unless it is ``None``."""
+        if key in self._made:
+            return self._made[key]
+        made = make()
+        if made is not None:
+            if len(self._made) >= MAX_MADE:
+                self._made.clear()
+            self._made[key] = made
+        return made
 
     @cached_property
-    def _turns_by_tools(self) -> dict[str, tuple[list[tuple[Messages, list[int]]], bool]]:
+    def _made(self) -> dict[Hashable, Any]:
         return {}
 
     @property
@@ -358,15 +373,20 @@ class ChatFormat(ChatEncoder):
             # After what begins the assistant's turn, all text is the assistant's. It stands near the end.
             tail = list(prompt[-size:])
             begin = next((place for place in range(len(tail), 0, -1) if tail[place - 1] in tokens), 0) if tokens else 0
-            text = self.tokenizer.decode(tail[begin:], skip_special_tokens=False)
-            place = text.rfind(words) + len(words) if words and words in text else 0
-            if begin or place:
-                return opens_thought(text[place:], self.thought_marks, whole=True)
+            if begin:  # nearly always, what follows is the generation prompt
+                return self._once(("begun", *tail[begin:]), partial(self._is_open, tail[begin:]))
+            text = self.tokenizer.decode(tail, skip_special_tokens=False)
+            if words and words in text:
+                return opens_thought(text[text.rfind(words) + len(words) :], self.thought_marks, whole=True)
             if size >= len(prompt) or not (tokens or words):
                 break
             size *= 8
         text = text if words else self.tokenizer.decode(tail[-LONGEST_MARK:], skip_special_tokens=False)
         return opens_thought(text, self.thought_marks, whole=False)
+
+    def _is_open(self, begun: Sequence[int]) -> bool:
+        """True if the tokens of a begun answer leave a thought open."""
+        return opens_thought(self.tokenizer.decode(begun, skip_special_tokens=False), self.thought_marks, whole=True)
 
     @cached_property
     def _turn_begins(self) -> tuple[set[int], str]:

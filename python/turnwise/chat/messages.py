@@ -166,7 +166,10 @@ def results_in_order(messages: Messages, first: int = 0) -> Messages:
     results without any id stay as they are. Raises :class:`ChatError` for an id that is missing, doubled or unknown,
     and for a call without a result in a chat that goes on. ``first`` messages stand before these.
     """
-    if not [message for message in messages if message["role"] == "tool" or "tool_calls" in message]:
+    for message in messages:
+        if message["role"] == "tool" or "tool_calls" in message:
+            break
+    else:
         return messages
     ordered: Messages = []
     start = 0

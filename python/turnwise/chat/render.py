@@ -125,9 +125,12 @@ class ChatEncoder:
     # -- system messages -----------------------------------------------------------------------------------------------
     def _with_systems(self, messages: Messages, *, begun: bool = False) -> Messages:
         """Return a chat, or the rest of a ``begun`` one, with system messages only where the template takes them."""
-        indices = [index for index, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
-        if not indices:
+        for message in messages:
+            if message["role"] in SYSTEM_ROLES:
+                break
+        else:
             return messages
+        indices = [index for index, message in enumerate(messages) if message["role"] in SYSTEM_ROLES]
         if indices == [0] and not begun and messages[0]["role"] == "system" and self._takes_first_system:
             return messages
         first, later = self._takes_first_system, self._takes_later_systems
@@ -135,11 +138,14 @@ class ChatEncoder:
 
     def _in_turn(self, messages: Messages, *, begun: bool = False) -> Messages:
         """Return a chat, or the rest of a ``begun`` one, with roles in turn if the template wants it."""
-        roles = [message["role"] for message in messages if message["role"] not in SYSTEM_ROLES]
-        pairs = zip(["assistant" if begun else "", *roles], roles, strict=False)
-        if not any(map(self._refuses, NEIGHBOURS.keys() & pairs)):
-            return messages
-        return join_neighbours(messages, lambda *pair: pair in NEIGHBOURS and self._refuses(pair))
+        before = "assistant" if begun else ""
+        for message in messages:
+            if (role := message["role"]) in SYSTEM_ROLES:
+                continue
+            if (before, role) in NEIGHBOURS and self._refuses((before, role)):
+                return join_neighbours(messages, lambda *pair: pair in NEIGHBOURS and self._refuses(pair))
+            before = role
+        return messages
 
     def _refuses(self, pair: tuple[str, str]) -> bool:
         """True if the template takes a chat of roles in turn, and not the same one with ``pair`` in it, or hides it."""
@@ -244,7 +250,9 @@ class ChatEncoder:
         return self._guarded_spelling if self.guarded else None
 
     def _hostile(self, messages: Messages, tools: Sequence[Any] = ()) -> bool:
-        shown = [*messages, *({"role": "system", "content": tool} for tool in tools)]
+        if not self.guarded:
+            return False
+        shown = [*messages, *[{"role": "system", "content": tool} for tool in tools]] if tools else messages
         return any(
             self._spelled(text, pattern)
             for message in shown

@@ -56,7 +56,7 @@ def template_text(tokenizer: Any, messages: Messages, add_generation_prompt: boo
     if unknown := [name for name in options if name in _taken(base) and name not in ("tools", "documents")]:
         raise ValueError(f"chat_template_kwargs={unknown}: expected variables of the template")
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options}
-    variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
     return render_template(str(template), variables, tokenizer.name_or_path or type(tokenizer).__name__)
 
 
@@ -75,7 +75,7 @@ def rendered(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bo
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, tokenize=True, **options
         )
-    if isinstance(ids, Mapping):
+    if type(ids) is not list and isinstance(ids, Mapping):
         ids = ids["input_ids"]
     ids = list(ids)
     if len(ids) == 1 and isinstance(ids[0], (list, tuple)):

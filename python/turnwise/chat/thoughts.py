@@ -107,7 +107,7 @@ class Thoughts:
         """Return the text outside of the thoughts; ``""`` if the text ends inside one."""
         if self.is_open:
             return ""
-        found = "".join(text[start:end] for start, end in self.answers)
+        found = "".join([text[start:end] for start, end in self.answers])
         return found.lstrip("\n") if self.thoughts else found
 
 
@@ -198,7 +198,9 @@ def opens_thought(text: str, marks: Pairs = MARKS, *, whole: bool = False) -> bo
     opens, closes, _ = _patterns(marks, "")
     if not whole:
         return any(text.rstrip().endswith(mark) for mark, _ in marks)
-    last = max((match.end() for match in opens.finditer(text)), default=-1)
+    last = -1
+    for match in opens.finditer(text):
+        last = match.end()
     return last >= 0 and closes.search(text, last) is None
 
 

@@ -80,14 +80,17 @@ class ByteTokenizer:
         Returns ids, a string, or ``{"input_ids": ids}``.
         """
         options = {"return_dict", "enable_thinking", "tools"}
-        if unknown := sorted(set(kwargs) - options):
-            raise TypeError(f"apply_chat_template got {unknown}: expected only {sorted(options)}")
-        text = "".join(f"tools: {json.dumps(tool)}\n" for tool in kwargs.get("tools") or ())
+        if unknown := kwargs.keys() - options:
+            raise TypeError(f"apply_chat_template got {sorted(unknown)}: expected only {sorted(options)}")
+        text = ""
+        for tool in kwargs.get("tools") or ():
+            text += f"tools: {json.dumps(tool)}\n"
         for message in conversation:
-            calls = [call["function"] for call in message.get("tool_calls") or ()]
-            named = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
-            written = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in named)
-            text += f"{message['role']}: {message['content']}{written}\n"
+            text += f"{message['role']}: {message['content']}"
+            for call in (message["tool_calls"] or ()) if "tool_calls" in message else ():
+                named = {name: call["function"][name] for name in ("name", "arguments")}
+                text += f"<tool_call>{json.dumps(named)}</tool_call>"
+            text += "\n"
         text += "assistant: " if add_generation_prompt else ""
         if not tokenize:
             return text

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
+from typing import Any
 
 from turnwise.types import CHILD, Column, CompletionColumn, GenerateResult, Rollout, Sample, Step
 from turnwise.types.columns import TOKEN_ADVANTAGES
@@ -96,14 +97,14 @@ def _sample_of(
         trajectory_reward,
         step.advantage,
         step.finish_reason,
-        step.info.get("loss_mask"),
+        step.info.get("loss_mask") if step.info else None,
         1.0 if step.facts.temperature is None else float(step.facts.temperature),
         node.parent_id,
         step.group,
         step.reward is not None,
         step.info,
         top,
-        _own_columns(step),
+        _own_columns(step.info) if step.info else {},
         rollout.meta[CHILD]["attempt"] if CHILD in rollout.meta else None,
         1.0,
         step,
@@ -115,12 +116,12 @@ def _read_again(sample: Sample, step: Step, reward: float, trajectory_reward: fl
     """Set what stages, the credit rule or an override may have changed, in the sample or in its step."""
     sample.reward, sample.trajectory_reward, sample.has_step_reward = reward, trajectory_reward, step.reward is not None
     sample.advantage, sample.weight = step.advantage, 1.0
-    sample.loss_mask = step.info.get("loss_mask") if step.info else None
-    sample.columns = _own_columns(step)
+    info = step.info
+    sample.loss_mask, sample.columns = (info.get("loss_mask"), _own_columns(info)) if info else (None, {})
 
 
-def _own_columns(step: Step) -> dict[str, Column]:
-    advantages = step.info.get(TOKEN_ADVANTAGES) if step.info else None
+def _own_columns(info: Mapping[str, Any]) -> dict[str, Column]:
+    advantages = info.get(TOKEN_ADVANTAGES)
     return {} if advantages is None else {TOKEN_ADVANTAGES: CompletionColumn(advantages)}
 
 
@@ -132,7 +133,12 @@ def _rewards(rollout: Rollout, index: int, step: Step, actor: str) -> tuple[floa
         of_step = of_rollout
     if of_rollout is None:
         of_rollout = of_step
-    if of_step is not None and of_rollout is not None and isfinite(of_step) and isfinite(of_rollout):
+    if (
+        of_step is not None
+        and of_rollout is not None
+        and isfinite(of_step)
+        and (of_rollout is of_step or isfinite(of_rollout))  # nearly always, both are one
+    ):
         return float(of_step), float(of_rollout)
     name = f"step {index} (actor {actor!r}) of rollout {rollout.id!r}, episode type {rollout.episode_type!r}"
     if of_step is None or of_rollout is None:

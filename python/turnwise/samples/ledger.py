@@ -26,6 +26,8 @@ def note(facts: StepFacts | RolloutFacts, what: str, name: str, before: float | 
 
 def note_rewards(rollout: Rollout, name: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     """Note each actor's change in the rewards of a rollout."""
+    if before == after and not rollout.facts.ledger:
+        return
     for actor in dict.fromkeys([*before, *after]):
         note(rollout.facts, actor, name, before.get(actor), after.get(actor))
 

@@ -110,7 +110,8 @@ def _join(samples: Sequence[Sample]) -> tuple[list[Prefix[int]], np.ndarray, np.
     values = [sample.rollout_logprobs for sample in samples]
     try:
         prompts = [each if type(each) is Prefix else _as_prompt(each) for each in given]
-        lengths = np.array([list(map(len, prompts)), list(map(len, ids))], np.int64).T.copy()
+        of_prompts = [prompt.length + len(prompt.tail) for prompt in prompts]
+        lengths = np.array([of_prompts, list(map(len, ids))], np.int64).T.copy()
         valid = list(map(len, values)) == lengths[:, 1].tolist()
         if valid:
             token_ids, logprobs = _flat(ids, "q"), _flat(values, "f")

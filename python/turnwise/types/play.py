@@ -169,8 +169,8 @@ class Rollout(WithFacts):
         In a tree with several ends (``meta["ends"]``), a step that led to only one of them has the rewards of that end.
         Any other step has the rollout's rewards.
         """
-        ends = step.info.get("ends", ())
-        return self.meta["ends"][ends[0]]["rewards"] if len(ends) == 1 else self.rewards
+        ends = step.info.get("ends", ()) if step.info else ()
+        return self.meta["ends"][ends[0]]["rewards"] if ends and len(ends) == 1 else self.rewards
 
 
 @dataclass(slots=True)

@@ -102,10 +102,12 @@ class Prefix(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
+            if self.shared is None:
+                return list(self.tail[index])
             begin, end, step = index.indices(len(self))
             if step != 1:
                 return list(self.whole()[index])
-            first = self.shared.items[begin : min(end, self.length)] if self.shared and begin < self.length else []
+            first = self.shared.items[begin : min(end, self.length)] if begin < self.length else []
             return [*first, *self.tail[max(begin - self.length, 0) : max(end - self.length, 0)]]
         place = index + len(self) if index < 0 else index
         if place < 0:
@@ -185,20 +187,16 @@ def _as(kind: type, items: Any) -> Any:
     return as_tokens(items) if kind is array else items if isinstance(items, list) else list(items)
 
 
-class _Shared:
+class _Shared(property):
     """A field that keeps a :class:`Prefix` and gives a list: the whole is made where somebody asks for it."""
 
     def __init__(self, slot: Any) -> None:
+        super().__init__(self._whole, slot.__set__)
         self.slot = slot
 
-    def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        if owner is None:
-            return self
-        kept = self.slot.__get__(owner, kind)
+    def _whole(self, owner: Any) -> Any:
+        kept = self.slot.__get__(owner)
         return kept.tolist() if isinstance(kept, Prefix) else kept
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        self.slot.__set__(owner, value)
 
 
 _AS_KEPT = "_kept_"
@@ -246,6 +244,11 @@ def prompt_tokens(owner: Any) -> Any:
         return owner._kept_prompt_token_ids
     except AttributeError:
         return owner.prompt_token_ids
+
+
+def prompt_chat(step: Any) -> Any:
+    """Return the chat of a step as it keeps it: a sequence, not copied."""
+    return step._kept_prompt
 
 
 @cache

@@ -92,20 +92,23 @@ class UserCodeError(RuntimeError):
     """User code raised an exception that would end the process or the task: ``exit()``, its own ``CancelledError``."""
 
 
-@contextmanager
-def exits_as_errors(what: str) -> Iterator[None]:
+class exits_as_errors:
     """Raise ``UserCodeError`` for ``exit()``, and for a ``KeyboardInterrupt`` or cancellation from within.
 
     Example: ``with exits_as_errors("callback 'plot'"): await callback.after_step(trainer, results)``
     """
-    try:
-        yield
-    except (Exception, GeneratorExit):
-        raise
-    except BaseException as error:
-        if asked_for(error):
-            raise
-        raise exited(what, error) from error
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, (Exception, GeneratorExit)) and not asked_for(error):
+            raise exited(self._what, error) from error
 
 
 def exited(what: str, error: BaseException) -> UserCodeError:

@@ -89,6 +89,8 @@ def leave_out_unpaid(rollout: Rollout) -> None:
     """Exclude steps without a reward from training if the episode ended early: at its context, or by another actor's
     invalid action."""
     ends = rollout.meta.get("ends")
+    if ends is None and rollout.meta.get("ended") not in (INVALID, CONTEXT):
+        return
     for step in rollout.steps:
         led_to = [rollout.meta] if ends is None else [ends[number] for number in step.info.get("ends", ())]
         paid = step.reward is not None or step.actor_id in rollout.rewards_of(step)

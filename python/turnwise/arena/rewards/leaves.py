@@ -34,7 +34,8 @@ class ScoredEpisode(Protocol):
 def finalize_steps(state: EpisodeState, rollout: Rollout, children: Sequence[GenerateResult]) -> None:
     """Sort the steps by the order of their model calls, and keep each child once."""
     order = {id(step): index for index, step in enumerate(rollout.steps)}
-    state.trajectory = sorted(state.trajectory or rollout.steps, key=lambda step: order.get(id(step), len(order)))
+    last = len(order)
+    state.trajectory = sorted(state.trajectory or rollout.steps, key=lambda step: order.get(id(step), last))
     unique = {id(result): result for result in (*state.child_results, *children)}
     state.child_results = list(unique.values())
 

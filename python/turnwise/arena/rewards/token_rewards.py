@@ -29,7 +29,7 @@ def check_reward(value: Any, where: str) -> float:
 
 def is_by_token(value: Any) -> bool:
     """True for a sequence, array or tensor: one number per token."""
-    if isinstance(value, (str, bytes, bytearray)):
+    if value is None or isinstance(value, (float, int, str, bytes, bytearray)):
         return False
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 

@@ -128,16 +128,15 @@ class AnswerLimit:
         self._calls: dict[ClientCall, float] = {}
         self._timer: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
 
-    def begin(self, call: ClientCall) -> None:
-        loop = asyncio.get_running_loop()
+    def begin(self, call: ClientCall, loop: asyncio.AbstractEventLoop) -> None:
         now = self._calls[call] = loop.time()
         if self._timer is None or self._timer[0] is not loop:  # one timer for all calls, which is due at the first
             self._timer = loop, loop.call_at(now + self.seconds, self._look, context=_NO_CONTEXT)
 
-    def end(self, call: ClientCall, *, answered: bool) -> None:
+    def end(self, call: ClientCall, loop: asyncio.AbstractEventLoop, *, answered: bool) -> None:
         self._calls.pop(call, None)
         if answered:
-            self._latest[call.policy] = asyncio.get_running_loop().time()
+            self._latest[call.policy] = loop.time()
 
     def _look(self) -> None:
         """End the calls whose time is up, and look again when that of the next one may be."""
@@ -158,7 +157,7 @@ class ClientCall:
     no context managers inside, because each model call pays for it.
     """
 
-    __slots__ = ("_budgets", "_cancelling", "_expired", "_limit", "_order", "_task", "policy")
+    __slots__ = ("_budgets", "_cancelling", "_expired", "_limit", "_loop", "_order", "_task", "policy")
 
     def __init__(self, policy: str, limit: AnswerLimit, order: Order, *budgets: PrioritySemaphore | None) -> None:
         self.policy, self._limit, self._order = policy, limit, order
@@ -177,10 +176,11 @@ class ClientCall:
                 budget.release()
             raise
         if self._limit.seconds:
-            self._task = asyncio.current_task()
+            self._loop = asyncio.get_running_loop()
+            self._task = asyncio.current_task(self._loop)
             assert self._task is not None
             self._cancelling = self._task.cancelling()
-            self._limit.begin(self)
+            self._limit.begin(self, self._loop)
 
     def expire(self) -> None:
         self._expired = True
@@ -189,7 +189,7 @@ class ClientCall:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self._task is not None:
-            self._limit.end(self, answered=kind is None)
+            self._limit.end(self, self._loop, answered=kind is None)
         for budget in self._budgets:
             budget.release()
         # As in ``asyncio.timeout``: the limit's own cancellation is taken back, one from outside goes on.

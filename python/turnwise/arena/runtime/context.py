@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -355,27 +354,37 @@ def require_context() -> EpisodeContext:
     return context
 
 
-@contextlib.contextmanager
-def use_context(context: EpisodeContext) -> Iterator[EpisodeContext]:
+class use_context:
     """Make ``context`` the current context for the block and for the tasks started in it."""
-    token = _current.set(context)
-    try:
-        yield context
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: EpisodeContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> EpisodeContext:
+        self._token = _current.set(self._context)
+        return self._context
+
+    def __exit__(self, *failure: object) -> None:
+        _current.reset(self._token)
 
 
-@contextlib.contextmanager
-def own_artifact(context: EpisodeContext) -> Iterator[None]:
+class own_artifact:
     """Give one attempt its own copy of the artifact, in its state and its rollout. Afterwards the rollout has the
     original again: whatever the attempt changes, its siblings, a retry, stores and records don't see it."""
-    rollout = context.rollout
-    context.original = rollout.artifact
-    rollout.artifact = context.state.artifact = own_copy(context.original)
-    try:
-        yield
-    finally:
-        rollout.artifact = context.original
+
+    __slots__ = ("_context", "_rollout")
+
+    def __init__(self, context: EpisodeContext) -> None:
+        self._context, self._rollout = context, context.rollout
+
+    def __enter__(self) -> None:
+        self._context.original = self._rollout.artifact
+        self._rollout.artifact = self._context.state.artifact = own_copy(self._context.original)
+
+    def __exit__(self, *failure: object) -> None:
+        self._rollout.artifact = self._context.original
 
 
 def make_forkable(state: EpisodeState) -> None:

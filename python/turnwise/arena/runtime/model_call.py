@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
+from turnwise.arena.runtime.context import EpisodeContext, ModelCall
 from turnwise.arena.runtime.privacy import sampled_key
 from turnwise.arena.runtime.watch import count
 from turnwise.chat import ChatFormat
@@ -15,7 +15,6 @@ from turnwise.types import (
     Actor,
     Chat,
     ContextLengthError,
-    Messages,
     ModelError,
     ModelRequest,
     ModelResponse,
@@ -131,19 +130,21 @@ def with_parse(
         as_tokens = not response.text or (response.trainable and (tools or not format.hidden_marks.isdisjoint(ids)))
         text = None if as_tokens else format.without_end(response.text, ids)
         parsed = format.parse(ids, tools, prompt, text=text, finished=response.finish_reason == "stop")
-        texts = {"answer": well_formed_texts(parsed.answer), "thought": well_formed_texts(parsed.thought)}
-        if texts != {"answer": parsed.answer, "thought": parsed.thought}:
+        if not (parsed.answer.isascii() and parsed.thought.isascii()):
+            texts = {"answer": well_formed_texts(parsed.answer), "thought": well_formed_texts(parsed.thought)}
             parsed = changed(parsed, **texts)
-    text = str(well_formed_texts(parsed.text))
+    text = parsed.text
+    if not text.isascii():
+        text = str(well_formed_texts(text))
     return changed(response, text=text, prompt_token_ids=prompt, parsed=parsed)
 
 
-def playing(actor: Actor | None) -> str:
+def playing(actor: Actor | None, context: EpisodeContext | None) -> str:
     """Return the policy that plays ``actor`` now: the one that the episode's request names, else the actor's own."""
     if actor is None:
         return "default"
-    context = current_context()
-    return actor.policy if context is None else context.policies.get(actor.id, actor.policy)
+    policies = {} if context is None else context.policies
+    return policies.get(actor.id, actor.policy) if policies else actor.policy
 
 
 def sampling_for(actor: Actor | None, default: Sampling, evaluation: Sampling | None) -> Sampling:
@@ -187,7 +188,7 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
         problem = f"{tokens} completion token ids but {len(response.logprobs)} log-probabilities"
     elif not _all_finite(response.logprobs):
         problem = "log-probabilities that are not finite numbers"
-    elif sum(count for count, _ in response.policy_versions) != tokens:
+    elif sum([count for count, _ in response.policy_versions]) != tokens:
         problem = f"{tokens} completion token ids but policy versions {response.policy_versions}"
     elif response.finish_reason not in FINISH_REASONS:
         problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
@@ -205,7 +206,7 @@ def to_step(actor_id: str | None, turn: int, messages: Chat, request: ModelReque
     return Step(
         actor_id,
         turn=turn,
-        prompt=cast(Messages, messages),
+        prompt=messages,  # type: ignore[arg-type]
         completion=response.text,
         prompt_token_ids=prompt_tokens(request),
         completion_token_ids=list(response.completion_token_ids),

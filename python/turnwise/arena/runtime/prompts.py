@@ -19,7 +19,7 @@ from turnwise.chat.continuation import Anchors
 from turnwise.chat.messages import ROLES, SYSTEM_ROLES, Tool, plain_messages, with_system
 from turnwise.state import to_python
 from turnwise.types import Actor, Chat, Message, Messages, Step
-from turnwise.types.prompts import GIVEN, Prefix, as_tokens, kept
+from turnwise.types.prompts import GIVEN, Prefix, as_tokens, prompt_chat, prompt_tokens
 
 RENDERED = "prompts/rendered_again"
 """Begins the metrics of calls whose chat holds the actor's latest answer, but not behind its tokens, by reason.
@@ -81,7 +81,7 @@ class Prompts:
             prompt = _with_system(prompt, actor)
             found = _earlier(actor.id, prompt, steps, _kind(tools))
             rest = prompt[found.length :] if found is not None else []
-        if found is None or not all(map(is_text, rest)):
+        if found is None or not are_texts(rest):
             messages = to_messages(prompt, actor)
             return Prefix.of_messages(messages), self.token_ids(format, messages, tools)
         if type(prompt) is not Shown:
@@ -94,13 +94,11 @@ class Prompts:
         return built
 
     def token_ids(self, format: ChatFormat, messages: Messages, tools: Sequence[Tool] = ()) -> Prefix[int]:
-        """Return the tokens of a whole chat."""
-        plain = all(map(is_text, messages))
+        """Return the tokens of a whole chat, which equal chats share."""
+        plain = are_texts(messages)
         texts = [text for message in messages for text in message.items()] if plain else [repr(messages)]
         key = (format, repr(tools) if tools else "", *texts)
-        return self._once(
-            key, None, lambda: Prefix(None, 0, as_tokens(format.prompt_ids(messages, tools)), WHOLE + _kind(tools))
-        )
+        return self._once(key, None, lambda: _whole(format, messages, tools))
 
     def _once(self, key: Hashable, owner: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make()`` gave for ``key``. It keeps ``owner``, whose identity may be a part of the key."""
@@ -116,7 +114,7 @@ class Prompts:
     def _build(self, format: ChatFormat, found: _Earlier, rest: Messages, tools: Sequence[Tool]) -> tuple[Prompt, str]:
         """Return the prompt of a chat that goes on with ``rest``, and the metric that counts it."""
         step = found.step
-        chat, ids = kept(step, "prompt"), kept(step, "prompt_token_ids")
+        chat, ids = prompt_chat(step), prompt_tokens(step)
         known, reason = chat[: found.length], "history"
         if found.exact:
             answer = {"role": "assistant", "content": step.completion}
@@ -130,7 +128,9 @@ class Prompts:
                     return longer, ""
             known = [*known, answer]
         messages = [*known, *rest]
-        holds = any(each["role"] == "assistant" and each["content"] == step.completion for each in reversed(messages))
+        holds = found.exact or any(
+            each["role"] == "assistant" and each["content"] == step.completion for each in messages
+        )
         return self._rendered(format, messages, chat, ids, tools), f"{RENDERED}/{reason}" if holds else ""
 
     def _rendered(
@@ -142,9 +142,11 @@ class Prompts:
         tools: Sequence[Tool],
     ) -> Prompt:
         """Return a chat as the template renders the whole of it, and share the tokens up to its last answer."""
-        last = next((n for n in range(len(messages) - 1, -1, -1) if messages[n]["role"] == "assistant"), -1)
-        if len(messages) < SHORT or last < 0:
-            return Prefix.of_messages(messages), self.token_ids(format, messages, tools)
+        last = len(messages) - 1 if len(messages) >= SHORT else -1
+        while last >= 0 and messages[last]["role"] != "assistant":
+            last -= 1
+        if last < 0:
+            return Prefix.of_messages(messages), _whole(format, messages, tools)
         anchors, rest, origin = self._anchors_of(format, tools), messages[last + 1 :], ANCHORED + _kind(tools)
         length = chat.length
         if ids.origin == origin and last >= length - 1 and messages[:length] == chat[:length]:
@@ -153,7 +155,7 @@ class Prompts:
             after = anchors.rest(messages[last], rest)
             if between is not None and after is not None:
                 return chat.rejoined(answers, rest, origin), ids.rejoined(between, after, origin)
-        whole = self.token_ids(format, messages, tools)
+        whole = _whole(format, messages, tools)
         place = anchors.place(whole, messages[last], rest)
         if place is None:
             return Prefix.of_messages(messages), whole
@@ -168,6 +170,11 @@ class Prompts:
                 self._anchors.clear()
             self._anchors[key] = Anchors(format, tools)
         return self._anchors[key]
+
+
+def _whole(format: ChatFormat, messages: Messages, tools: Sequence[Tool]) -> Prefix[int]:
+    """Return the tokens of a chat that the template renders as a whole."""
+    return Prefix(None, 0, as_tokens(format.prompt_ids(messages, tools)), WHOLE + _kind(tools))
 
 
 def _kind(tools: Sequence[Tool]) -> str:
@@ -197,13 +204,13 @@ def _earlier(actor: str, messages: Messages, steps: Sequence[Step | None], kind:
 
     ``kind`` ends the origin of calls that were rendered with tools, or without.
     """
-    kinds = {origin + kind for origin in (WHOLE, SAMPLED, ANCHORED)}
+    kinds = (WHOLE + kind, SAMPLED + kind, ANCHORED + kind)
     latest: _Earlier | None = None
     left = MAX_EARLIER
     for step in reversed(steps):
         if step is None or step.actor_id != actor:
             continue
-        chat, ids = kept(step, "prompt"), kept(step, "prompt_token_ids")
+        chat, ids = prompt_chat(step), prompt_tokens(step)
         if not isinstance(chat, Prefix) or not isinstance(ids, Prefix) or ids.origin not in kinds:
             continue
         length = len(chat)
@@ -219,7 +226,7 @@ def _earlier(actor: str, messages: Messages, steps: Sequence[Step | None], kind:
 
 
 def _is_answer(message: Any, completion: str) -> bool:
-    return is_text(message) and message["role"] == "assistant" and message["content"] == completion
+    return are_texts((message,)) and message["role"] == "assistant" and message["content"] == completion
 
 
 def _begin(messages: Messages, chat: Prefix[Message], length: int) -> bool:
@@ -241,7 +248,7 @@ def to_messages(prompt: str | Chat, actor: Actor | None) -> Messages:
         messages: Messages = [{"role": "user", "content": prompt}]
     elif type(prompt) is Shown and prompt:
         messages = prompt
-    elif type(prompt) is list and prompt and all(map(is_text, prompt)):
+    elif type(prompt) is list and prompt and are_texts(prompt):
         messages = [message.copy() for message in prompt]
     else:
         given = to_python(prompt)
@@ -255,7 +262,7 @@ def to_messages(prompt: str | Chat, actor: Actor | None) -> Messages:
 
 def chat_of(prompt: Any, where: str) -> str | Messages:
     """Return what a hook gave as a prompt: a string, or plain messages. Errors begin with ``where``, the hook."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or (type(prompt) is Shown and prompt):
         return prompt
     try:
         return to_messages(prompt, None)
@@ -270,12 +277,13 @@ def text_of_hook(text: Any, where: str) -> str:
     raise TypeError(f"{where}: got {to_python(text)!r:.80}, expected text or None")
 
 
-def is_text(message: Any) -> bool:
-    """True for ``{"role": str, "content": str}`` with a known role, the form of nearly all messages."""
-    return (
-        type(message) is dict
-        and len(message) == 2
-        and type(message.get("content")) is str
-        and type(role := message.get("role")) is str
-        and role in ROLES
-    )
+def are_texts(messages: Iterable[Any]) -> bool:
+    """True if all are ``{"role": str, "content": str}`` with a known role, the form of nearly all messages."""
+    try:
+        for message in messages:
+            role = message["role"] if type(message) is dict and len(message) == 2 else None
+            if type(role) is not str or role not in ROLES or type(message["content"]) is not str:
+                return False
+    except KeyError:
+        return False
+    return True

@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from time import perf_counter
+from types import CoroutineType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -72,7 +73,10 @@ async def hook(
     With ``blocking``, or if the object of the method is ``blocking``, a plain function runs in a thread. ``late`` gets
     what a thread returns too late, after a time limit or a cancellation.
     """
-    blocking = blocking or getattr(getattr(function, "__self__", None), "blocking", False)
+    try:
+        blocking = blocking or function.__self__.blocking  # type: ignore[attr-defined]
+    except AttributeError:  # no method of an episode or rubric
+        blocking = False
     if blocking and not is_own(function) and not is_async(function):
         return await call("hook", functools.partial(function, *arguments), late=late)
     before, begun = blocked.seconds, perf_counter()
@@ -89,7 +93,7 @@ async def hook(
             count_blocked(function, before, begun)
     if type(value) in _PLAIN_TYPES:  # nearly all hooks return one of these, and ``isawaitable`` is slow
         return value
-    if not inspect.isawaitable(value):
+    if type(value) is not CoroutineType and not inspect.isawaitable(value):
         return value
     return await (value if is_own(function) else watched(value, function))
 
