@@ -169,7 +169,7 @@ def _plain(request: ModelRequest) -> ModelRequest:
     sampling = request.sampling
     if sampling.temperature == 0 or sampling.cut:
         raise ValueError(
-            f"sampling={sampling!r}: expected temperature > 0, top_p = 1, top_k = 0 and min_p = 0 for scores to be the policy's "
-            "probabilities; sample_policy(arena, game, samples) takes any, one sample where it is greedy"
+            f"sampling={sampling!r}: expected temperature > 0, top_p = 1, top_k = 0 and min_p = 0 for scores to be the "
+            "policy's probabilities; sample_policy(arena, game, samples) takes any, one sample where it is greedy"
         )
     return request

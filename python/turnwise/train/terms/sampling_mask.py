@@ -11,7 +11,7 @@ Legend: ``N`` tokens of a micro-batch, ``P`` pairs of a token and a kept id.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,7 @@ from turnwise.arena.stages.stage import Stage
 from turnwise.inference.server.answers import MAX_TOP_K
 from turnwise.settings.section import RunFacts, Section
 from turnwise.train.terms.term import Term
-from turnwise.types import Column, GenerateResult, Sample, Sampling, SamplingMask
+from turnwise.types import Column, GenerateResult, Sample, Sampling
 from turnwise.types.columns import Places, Stream
 from turnwise.types.passes import NOTHING, Restriction
 from turnwise.utils.values import problem
@@ -100,7 +100,7 @@ def kept_logprob(scaled_P: Any, of_P: Any, ids_P: Any, targets: Any) -> tuple[An
     Example: logits ``log([1, 4])`` of one token's ids ``[3, 7]``: the target 7 has ``log(0.8)``
     """
     blank = scaled_P.new_zeros(len(targets))
-    top = blank.index_reduce(0, of_P, scaled_P.detach(), "amax", include_self=False)
+    top = blank.scatter_reduce(0, of_P, scaled_P.detach(), "amax", include_self=False)
     shifted_P = scaled_P - top[of_P]
     logs_P = shifted_P - blank.index_add(0, of_P, shifted_P.exp()).log()[of_P]
     hits_P = ids_P == targets[of_P]
@@ -115,32 +115,28 @@ class MasksToKeep(Stage):
     name = NAME
 
     def prepare(self, arena: Any, samples: Sequence[Sample]) -> dict[int, str]:
-        unknown = {
-            place: f"no_{NAME}"
-            for place, sample in enumerate(samples)
-            if sample.facts.cut is not None and sample.facts.sampling_mask is None
-        }
+        unknown, cut = dict[int, str](), None
+        for place, sample in enumerate(samples):
+            if (mask := sample.facts.sampling_mask) is not None:
+                if mask.counts.any():
+                    sample.columns[NAME] = KeptTokens(mask.counts, mask.ids)
+            elif sample.facts.cut is not None:
+                unknown[place], cut = f"no_{NAME}", sample.facts.cut
         if unknown:
-            cut = samples[next(iter(unknown))].facts.cut
             warnings.warn(
-                f"calls that were sampled with {cut} do not train, as the client did not name the kept tokens: expected "
-                f"top_k from 2 to {MAX_TOP_K} with vLLM, or the transformers engine",
+                f"calls that were sampled with {cut} do not train, as the client did not name the kept tokens: with "
+                f"vLLM, expected top_k from 2 to {MAX_TOP_K}",
                 RuntimeWarning,
                 stacklevel=2,
             )
         return unknown
 
     def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> dict[str, float]:
-        counts = []
-        for sample in samples:
-            mask = sample.facts.sampling_mask
-            if mask is not None and mask.counts.any():
-                sample.columns[NAME] = KeptTokens(mask.counts, mask.ids)
-                counts.append(mask.counts[mask.counts > 0])
-        if not counts:
+        columns = [column for sample in samples if isinstance(column := sample.columns.get(NAME), KeptTokens)]
+        if not columns:
             return {}
-        joined = np.concatenate(counts)
-        return {f"{NAME}/kept": float(joined.mean()), f"{NAME}/single": float((joined == 1).mean())}
+        counts = np.concatenate([column.counts[column.counts > 0] for column in columns])
+        return {f"{NAME}/kept": float(counts.mean()), f"{NAME}/single": float((counts == 1).mean())}
 
 
 class SamplingMasks(Term):
