@@ -165,6 +165,9 @@ class SamplingMask:
         return SamplingMask(self.counts[:count], self.ids[: self.counts[:count].sum()])
 
 
+MAX_TOP_K = 1000
+"""The largest top-k with which vLLM's clients return sampling masks."""
+
 UNRECORDED = (RoutedExperts, SamplingMask)
 """Types of what a trainer needs of a call, and no record has."""
 

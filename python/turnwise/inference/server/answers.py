@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from turnwise.inference.common.experts import experts_from_text
 from turnwise.inference.common.http import EndpointError
 from turnwise.types import FinishReason, RoutedExperts, Sampling, SamplingMask
+from turnwise.types.model_calls import MAX_TOP_K
 
 T = TypeVar("T")
 
@@ -17,9 +18,6 @@ FLOOR = -9999.0
 """The server's value for a log-probability that is not a number, that it doesn't have, or that is -inf."""
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-
-MAX_TOP_K = 1000
-"""The largest top-k with which vLLM names all kept tokens."""
 
 TIES = 12
 """The most tokens that equal the last one of top-k, and that vLLM keeps too, as in bfloat16 logits."""

@@ -76,8 +76,9 @@ class VLLMServerClient(GatedScoringClient):
     - ``routed_experts``: responses have the experts that a mixture of experts chose. The server must return them
       (``--engine-arg enable_return_routed_experts=True``); an answer without them raises ``ModelError``.
 
-    vLLM names the tokens that top-p and min-p keep only where top-k bounds their number, up to :data:`MAX_TOP_K`; else
-    a response has no ``sampling_mask``. An answer whose kept tokens are not whole raises ``ModelError``.
+    vLLM names the tokens that top-p and min-p keep only where top-k bounds their number, up to
+    :data:`~turnwise.types.model_calls.MAX_TOP_K`; else a response has no ``sampling_mask``. An answer whose kept tokens
+    are not whole raises ``ModelError``.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted, and the client raises ``ModelError``: it never returns a token of other weights. It sends

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from turnwise.inference.common.http import aiohttp_or_raise, key_from_environment
 from turnwise.inference.common.model_files import read_config
-from turnwise.inference.server.answers import MAX_TOP_K, TIES
+from turnwise.inference.server.answers import TIES
 from turnwise.inference.vllm.worker import computes_on_cpu
+from turnwise.types.model_calls import MAX_TOP_K
 
 RESERVED = {
     "api_key", "async_scheduling", "enable_lora", "enable_prompt_tokens_details", "enable_scale_out",

@@ -20,11 +20,11 @@ import numpy as np
 from pydantic import Field
 
 from turnwise.arena.stages.stage import Stage
-from turnwise.inference.server.answers import MAX_TOP_K
 from turnwise.settings.section import RunFacts, Section
 from turnwise.train.terms.term import Term
 from turnwise.types import Column, GenerateResult, Sample, Sampling
 from turnwise.types.columns import Places, Stream
+from turnwise.types.model_calls import MAX_TOP_K
 from turnwise.types.passes import NOTHING, Restriction
 from turnwise.utils.values import problem
 
