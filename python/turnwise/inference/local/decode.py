@@ -112,8 +112,8 @@ def complete(
     drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars, routers)
     prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
     completions = drawn.completions()
-    for completion, mask in zip(completions, drawn.sampling_masks(), strict=True):
-        completion.sampling_mask = mask
+    for completion, kept in zip(completions, drawn.sampling_masks(), strict=True):
+        completion.sampling_mask = kept
     if routers is not None:
         for place, (row, completion) in enumerate(zip(rows, completions, strict=True)):
             if completion.token_ids:

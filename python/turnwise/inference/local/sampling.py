@@ -90,8 +90,9 @@ class RowSampler:
             if len(part):
                 masks = None if allowed is None else allowed[part.numpy()]
                 if mask is filtered:
-                    columns = (each[part] for each in (logits, rows, at, temperatures, uniforms))
-                    drawn = self._draw_by_torch(*columns, masks)
+                    drawn = self._draw_by_torch(
+                        logits[part], rows[part], at[part], temperatures[part], uniforms[part], masks
+                    )
                 else:
                     drawn = _draw_by_kernel(logits[part], temperatures[part], uniforms[part], masks)
                 tokens[part], logprobs[part] = drawn

@@ -135,7 +135,7 @@ def _sampling_mask(
         return SamplingMask.of(kept)
     if not asked:
         return None
-    kept, field = [], "choices[0].logprobs.content.top_logprobs"
+    lists, field = list[list[int]](), "choices[0].logprobs.content.top_logprobs"
     for entry in choice["logprobs"]["content"]:
         mass, own = 0.0, []
         for one in reader.typed(entry.get("top_logprobs") or [], list, field):
@@ -151,8 +151,8 @@ def _sampling_mask(
                 f"{len(own)} tokens with {mass:.4f} of the probability",
                 "all kept tokens, with all of it: start the server with `turnwise serve`, or lower top_k",
             )
-        kept.append(own)
-    return SamplingMask.of(kept)
+        lists.append(own)
+    return SamplingMask.of(lists)
 
 
 def read_scores(content: Any, where: str, token_ids: Sequence[int]) -> list[float]:
