@@ -106,6 +106,18 @@ def test_teams_that_walk_or_write(name: str, tmp_path: Path) -> None:
     assert trained == {actor.id for actor in run.task.actors}
 
 
+def test_at_grpo_samples_as_its_paper(tmp_path: Path) -> None:
+    """Two steps with a tiny model: the trainer has the sampler's log-probs over the kept tokens, in trees of four."""
+    given = {**SHORT, "steps": 2, "policies.default.path": "tiny", "warm_start.steps": 0, "rollout.prompts_per_step": 2}
+    config = load_config(EXAMPLES / "at_grpo" / "plan_path.toml", {**given, "run_dir": str(tmp_path / "run")})
+    assert config.rollout.sampling().cut == {"top_p": 0.9, "top_k": 20} and config.rollout.temperature == 1.5
+    train_from_config(config)
+    rows = [row for row in rows_of(tmp_path / "run") if row["step"]]
+    assert len(rows) == 2 and all(row["episodes/failed"] == 0 for row in rows)
+    assert all(1 < row["sampling_mask/kept"] <= 20 for row in rows)
+    assert all(0 < row["sampler_trainer_logprob_max_diff"] <= 1e-5 for row in rows)
+
+
 def test_sub_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps: no episode fails, and each attempt opens a child for both parts or for each."""
     monkeypatch.chdir(EXAMPLES.parent)

@@ -12,8 +12,8 @@ from turnwise.inference.common.experts import experts_to_text
 from turnwise.inference.common.http import EndpointError
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.inference.server import settings as server_settings
+from turnwise.inference.server.answers import read_experts
 from turnwise.inference.server.reader import ServedWeights, VLLMServerReader
-from turnwise.inference.server.remote import read_experts
 from turnwise.inference.server.settings import ServeSettings, server_command
 from turnwise.run import clients
 from turnwise.run.clients import check_client

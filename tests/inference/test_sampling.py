@@ -12,31 +12,33 @@ from hypothesis import strategies as st
 
 from turnwise.chat import ChatFormat
 from turnwise.chat.grammar import GrammarMatcher, json_grammar
-from turnwise.inference.local.sampling import RowGrammars, RowSampler, _filter, _inverse_cdf
+from turnwise.inference.local.sampling import RowGrammars, RowSampler, _inverse_cdf, _kept
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.types import Grammar, Sampling
 
 CPU = torch.device("cpu")
 
 
-def brute_force(logits: np.ndarray, sampling: Sampling, uniform: float) -> set[int]:
-    """The token that ``uniform`` draws, and its neighbours where rounding may decide."""
+def brute_force(logits: np.ndarray, sampling: Sampling, uniform: float) -> tuple[list[int], set[int], np.ndarray]:
+    """The kept tokens; the token that ``uniform`` draws, and its neighbours where rounding may decide; and the weights.
+
+    min-p comes first, then top-k, then top-p of what is left.
+    """
     scaled = logits.astype(np.float64) / sampling.temperature
     weights = np.exp(scaled - scaled.max())
-    weights /= weights.sum()
-    order = np.argsort(-weights, kind="stable")
-    kept, mass = [], 0.0
-    for rank, token in enumerate(order):
-        if (sampling.top_k and rank >= sampling.top_k) or mass >= sampling.top_p:
+    order = [token for token in np.argsort(-weights, kind="stable") if weights[token] >= sampling.min_p]
+    order = order[: sampling.top_k or None]
+    kept, mass, whole = [], 0.0, weights[order].sum()
+    for token in order:
+        if mass >= sampling.top_p * whole:
             break
-        kept.append(token)
+        kept.append(int(token))
         mass += weights[token]
     weights[[token for token in range(len(weights)) if token not in kept]] = 0
-    cumulative = weights.cumsum() / weights.sum()
-    margin = 1e-5
-    return {
-        int(np.argmax(cumulative > min(max(u, 0.0), 1 - 1e-9))) for u in (uniform - margin, uniform, uniform + margin)
-    }
+    weights /= weights.sum()
+    cumulative, margin = weights.cumsum(), 1e-5
+    near = [min(max(u, 0.0), 1 - 1e-9) for u in (uniform - margin, uniform, uniform + margin)]
+    return sorted(kept), {int(np.argmax(cumulative > u)) for u in near}, weights
 
 
 @given(
@@ -44,18 +46,22 @@ def brute_force(logits: np.ndarray, sampling: Sampling, uniform: float) -> set[i
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
     top_k=st.sampled_from([0, 1, 3, 50]),
     top_p=st.sampled_from([1.0, 0.87, 0.31]),
+    min_p=st.sampled_from([0.0, 0.03, 0.4]),
 )
-def test_draw_equals_brute_force(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+def test_draw_equals_brute_force(seed: int, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = np.random.default_rng(seed).normal(0, 2, (1, 12)).astype(np.float32)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     sampler = RowSampler.build([sampling], [seed], 3, CPU)
     for step in range(3):
         uniform = float(sampler.uniforms[0, step])
         token, logprob = sampler.draw(torch.from_numpy(logits), torch.tensor([0]), torch.tensor([step]))
-        assert int(token) in brute_force(logits[0], sampling, uniform)
-        scaled = logits[0].astype(np.float64) / temperature
-        expected = scaled[int(token)] - np.log(np.exp(scaled).sum())
-        assert float(logprob) == pytest.approx(expected, abs=1e-5)
+        kept, drawn, weights = brute_force(logits[0], sampling, uniform)
+        assert int(token) in drawn
+        assert float(logprob) == pytest.approx(np.log(weights[int(token)]), abs=1e-5)
+        if sampling.cut:
+            row, at, counts, ids = sampler.kept[step]
+            assert [*map(int, (row, at, counts))] == [0, step, len(kept)] and ids.tolist() == kept
+    assert sampling.cut or not sampler.kept
 
 
 def test_uniforms_are_the_seeds_own_stream() -> None:
@@ -102,8 +108,9 @@ def test_the_largest_draw_stays_below_any_total() -> None:
 
 
 def test_top_p_keeps_the_token_that_crosses_it() -> None:
-    kept = _filter(torch.tensor([[0.1, 0.5, 0.4]]), torch.tensor([[0.6]]), torch.tensor([[0]]))
-    assert kept.tolist() == [[0.0, 0.5, pytest.approx(0.4)]]
+    logprobs = torch.tensor([[0.1, 0.5, 0.4]]).log()
+    kept = _kept(logprobs, torch.tensor([[0.6]]), torch.tensor([[0]]), torch.tensor([[0.0]]))
+    assert kept.tolist() == [[False, True, True]]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +120,7 @@ def test_top_p_keeps_the_token_that_crosses_it() -> None:
         ("max_tokens", [1], [0]),
         ("top_p", [0.1, 1.0], [0.0, 1.1]),
         ("top_k", [0, 1], [-1]),
+        ("min_p", [0.0, 1.0], [-0.1, 1.1]),
     ],
 )
 def test_settings_have_bounds(name: str, allowed: list[float], refused: list[float]) -> None:

@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"token_ids": ["1"]}, r"400: token_ids=\['1'\]: expected a list of token ids"),
     "outside the vocabulary": ({"token_ids": [300]}, r"400: prompt_token_ids has 300\.\.300: expected 0\.\.299"),
     "no sampling": ({"sampling_params": None}, r"400: sampling_params=None: expected an object"),
-    "unknown": ({"sampling_params": {**SAMPLING, "top_p": 0.5}}, r"400: sampling_params\.top_p: expected one of"),
+    "unknown": ({"sampling_params": {**SAMPLING, "top_a": 0.5}}, r"400: sampling_params\.top_a: expected one of"),
     "a type": ({"sampling_params": {**SAMPLING, "max_tokens": "2"}}, r"400: sampling_params\.max_tokens=2: expected"),
     "a value": ({"sampling_params": {**SAMPLING, "max_tokens": 0}}, r"400: max_tokens=0: expected at least 1"),
     "beyond floats": ({"sampling_params": {**SAMPLING, "temperature": 10**400}}, "400: int too large to convert"),

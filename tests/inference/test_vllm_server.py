@@ -16,6 +16,7 @@ from turnwise.chat.grammar import json_grammar
 from turnwise.inference import PoolClient, VLLMServerClient
 from turnwise.inference.common.http import Endpoint, EndpointError
 from turnwise.inference.scripted import ByteTokenizer
+from turnwise.inference.server.answers import kept_logprobs, read_completion
 from turnwise.inference.server.launch import LOAD
 from turnwise.inference.server.remote import sampling_error
 from turnwise.inference.server.server import ModelServer
@@ -53,6 +54,34 @@ def answer(tokens: list[int] | None = None, label: str = "default", **changes: A
         **changes,
     }
     return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}
+
+
+KEPT = [{"token_id": 7, "logprob": math.log(0.25)}, {"token_id": 9, "logprob": math.log(0.75)}]
+OUTSIDE = {"token_id": 4, "logprob": -9999.0}
+TOP = Sampling(top_p=0.9, top_k=2)
+
+
+def choice_with(top: list[Any], **changes: Any) -> dict[str, Any]:
+    content = [{"token_id": 7, "logprob": math.log(0.25), "top_logprobs": top}]
+    return answer([7], **{"logprobs": {"content": content}, **changes})
+
+
+def test_kept_tokens_are_read_and_must_be_whole() -> None:
+    """Those with a log-prob, which add up to 1; a list of its own comes first; without top-k nothing names them."""
+    assert kept_logprobs(TOP) == 14 and kept_logprobs(Sampling(top_p=0.9)) == kept_logprobs(Sampling()) == 0
+    read = lambda content, sampling=TOP: read_completion(content, "it", 1, 10, sampling).sampling_mask  # noqa: E731
+    assert read(choice_with([*KEPT, OUTSIDE])).lists() == [[7, 9]]
+    assert read(choice_with(KEPT), Sampling(top_p=0.9)) is read(choice_with(KEPT), Sampling()) is None
+    assert read(choice_with([], sampling_mask=[[3, 7]]), Sampling(top_p=0.9)).lists() == [[3, 7]]
+    for content, said in {
+        "25.0% are not all": (choice_with(KEPT[:1]), "1 tokens with 0.2500 of the probability"),
+        "none": (choice_with([]), "0 tokens with 0.0000 of the probability"),
+        "another token": (choice_with([], sampling_mask=[[3]]), "the sampled token 7 among them"),
+        "too many": (choice_with([], sampling_mask=[[7], [7]]), "one for each of 1 tokens"),
+        "outside the vocabulary": (choice_with([], sampling_mask=[[7, 10]]), "from 0 to 9"),
+    }.values():
+        with pytest.raises(EndpointError, match=said):
+            read(content)
 
 
 class Pretend:

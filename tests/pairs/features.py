@@ -247,6 +247,11 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         },
     },
     "privacy": {"no": {}, "checked": {"rollout.check_private": True}},
+    "kept": {
+        "all": {},
+        "paper": {"rollout.top_p": 0.9, "rollout.top_k": 20, "rollout.temperature": 1.5},
+        "likely": {"rollout.min_p": 0.5},
+    },
     "sampling": {"plain": {}, "cooler": {"rollout.temperature": 0.8, "rollout.max_concurrency_per_actor": {"LAST": 2}}},
     "sizes": {
         "small": {},

@@ -21,10 +21,11 @@ from turnwise.train.terms import registry
 from turnwise.train.terms.critic import HEAD
 from turnwise.train.terms.observations import Observed
 from turnwise.train.terms.registry import TERMS, classes, terms_of
+from turnwise.train.terms.sampling_mask import KeptTokens
 from turnwise.train.terms.teaching import Teaching, forward_kl, teach
 from turnwise.train.update.log import UpdateLog
 from turnwise.train.update.update import accumulate, update_policy
-from turnwise.types import RowColumn
+from turnwise.types import RowColumn, SamplingMask
 
 UPDATE = UpdateConfig()
 COEF, LAM, TOP_K, DRIFT = 0.3, 0.9, 4, 10.0
@@ -67,7 +68,11 @@ def tokens_of(policy: Policy, teacher: Any, batch: Any) -> list[Token]:
             trained, observed = bool(batch.loss_mask[start + at]), bool(marks[start + at])
             if trained or observed:
                 heat = 1.0 if observed else float(batch.temperatures[row])
-                logs, *of_others = (torch.log_softmax(each[at - 1] / heat, -1) for each in (logits, *others))
+                left_out = torch.zeros(logits.shape[1], dtype=torch.bool)
+                if "sampling_mask" in batch.columns and trained:
+                    left_out[[each for each in range(0, len(left_out), 3) if each != ids[at]]] = True
+                scaled = [(each[at - 1] / heat).masked_fill(left_out, -torch.inf) for each in (logits, *others)]
+                logs, *of_others = (torch.log_softmax(each, -1) for each in scaled)
                 actor = batch.actors[batch.actor_index[row]]
                 state, sampled = states[at - 1].detach(), float(batch.rollout_logprobs[start + at])
                 found.append(Token(row, position, actor, logs, *of_others, state, int(ids[at]), sampled, observed))
@@ -181,6 +186,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[list[Token], Any], Defined]]] =
     "observations": ({"observation_coef": COEF}, observations),
     "baseline": ({"baseline": "optimal_token"}, baseline),
     "routing_replay": ({}, plain),
+    "sampling_mask": ({"kl": {"coef": COEF}}, kl),
 }
 """Settings and definition of each term, by its name. :data:`ADAPTIVE` has those whose state an update changes."""
 
@@ -204,7 +210,12 @@ def made(small_model: Any, tree_batch: Any) -> Callable[..., tuple[Policy, Any, 
         observed = (rng.random(len(batch.token_ids)) < 0.2) & (batch.loss_mask == 0) & (name == "observations")
         temperatures = np.resize(np.array([1.0, 0.7], np.float32), len(batch))
         groups = RowColumn(rng.integers(0, 4, len(batch)))
-        columns = {"group_index": groups, "observation_mask": Observed(observed.astype(np.uint8))}
+        columns: dict[str, Any] = {"group_index": groups, "observation_mask": Observed(observed.astype(np.uint8))}
+        if name == "sampling_mask":  # two thirds of the tokens, and the sampled one
+            size = model.config.vocab_size
+            kept = [sorted({each for each in range(size) if each % 3} | {int(token)}) for token in batch.targets]
+            mask = SamplingMask.of([each if on else [] for each, on in zip(kept, batch.target_mask, strict=True)])
+            columns["sampling_mask"] = KeptTokens(mask.counts, mask.ids)
         return policy, teacher, replace(batch, temperatures=temperatures, columns=columns)
 
     return make

@@ -20,6 +20,7 @@ KNOWN_BY = {
     "observations": "observation_coef|observation_mask|observations/unmatched",
     "baseline": "optimal_token[\"']|group_index|loss\\.baseline",
     "routing_replay": "routing_replay|routing/",
+    "sampling_mask": "sampling_mask/|no_sampling_mask|KeptTokens",
 }
 """What a file would name that knew the feature."""
 

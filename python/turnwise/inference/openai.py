@@ -114,6 +114,7 @@ class OpenAIClient(GatedClient):
             "max_tokens": sampling.max_tokens,
             "top_p": sampling.top_p if sampling.top_p < 1 else None,
             "top_k": sampling.top_k or None,
+            "min_p": sampling.min_p or None,
             "seed": None if sampling.seed is None else sampling.seed & (2**63 - 1),
             "stop": [*sampling.stop, *texts] or None,
             **self._options,

@@ -346,10 +346,10 @@ def check_sampling(sampling: Sampling) -> None:
             f"temperature={sampling.temperature}: expected 1, or 0 (greedy), as a Tinker server reports "
             "log-probabilities and trains at temperature 1"
         )
-    if sampling.temperature and (sampling.top_p < 1 or sampling.top_k > 0):
+    if sampling.cut:
         raise ValueError(
-            f"top_p={sampling.top_p}, top_k={sampling.top_k}: expected 1 and 0, as a Tinker server trains without "
-            "such a cut"
+            f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p}: expected 1, 0 and 0, as a Tinker "
+            "server trains without such a cut"
         )
 
 

@@ -233,6 +233,7 @@ class Replayer:
             ("the policy", step["policy"], request.policy),
             ("the seed", info.get("seed"), sampling.seed),
             ("the temperature", info.get("temperature"), sampling.temperature),
+            ("the cut", info.get("cut"), sampling.cut or None),
             ("the token limit", info.get("max_tokens"), sampling.max_tokens),
         ):
             if old != new:

@@ -331,7 +331,7 @@ def arena_for_client(
         client,
         tokenizer,
         credit=build_credit(config, task),
-        sampling=Sampling(temperature=rollout.temperature, max_tokens=rollout.max_tokens),
+        sampling=rollout.sampling(),
         max_concurrency=rollout.max_concurrency,
         max_context=max_context,
         seed=config.seed,

@@ -33,8 +33,8 @@ Prepare = Callable[[Sequence[Sample]], Mapping[int, str]]
 
 
 def constrained(samples: Sequence[Sample]) -> dict[int, str]:
-    """Leave out samples under a grammar, as :data:`Prepare` does where no stage sets what they need."""
-    return {place: "constrained" for place, sample in enumerate(samples) if sample.facts.grammar is not None}
+    """Leave out samples from some tokens alone, as :data:`Prepare` does where no stage sets what they need."""
+    return {place: "constrained" for place, sample in enumerate(samples) if not sample.facts.sampled_from_all}
 
 
 def training_samples(

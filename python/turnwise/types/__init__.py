@@ -32,6 +32,7 @@ from turnwise.types.columns import (
 from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
 from turnwise.types.facts import INFO_KEYS, META_KEYS, RequestFacts, RolloutFacts, StepFacts
 from turnwise.types.model_calls import (
+    UNRECORDED,
     Chat,
     ContextLengthError,
     DeadEndError,
@@ -45,6 +46,7 @@ from turnwise.types.model_calls import (
     PolicyVersions,
     RoutedExperts,
     Sampling,
+    SamplingMask,
     ScoringClient,
     Tokenizer,
 )
@@ -78,6 +80,7 @@ __all__ = [
     "OK",
     "PAID_LATER",
     "PAID_OTHERS",
+    "UNRECORDED",
     "Actor",
     "AllowedTokens",
     "Artifact",
@@ -117,6 +120,7 @@ __all__ = [
     "RowColumn",
     "Sample",
     "Sampling",
+    "SamplingMask",
     "ScoringClient",
     "Step",
     "StepFacts",

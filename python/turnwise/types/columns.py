@@ -13,6 +13,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from turnwise.types.passes import Restriction
+
 ALLOWED = "allowed"
 """Name of the column of :class:`AllowedTokens`."""
 
@@ -115,6 +117,10 @@ class Column:
     def shares(self) -> Mapping[str, tuple[int, int]]:
         """Metrics of an update, each as a part and a whole, which are summed over micro-batches."""
         return {}
+
+    def restriction(self, tokens: Any) -> Restriction | None:
+        """Return which of ``tokens``, places in the micro-batch, have distributions over some tokens alone."""
+        return None
 
     def temperatures(self, temperature_N: Any) -> Any:
         """Return the temperatures of the tokens, with those that the column changes."""

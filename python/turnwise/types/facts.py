@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, NotRequired, Self, TypedDict, TypeVar
 
-from turnwise.types.model_calls import RoutedExperts
+from turnwise.types.model_calls import RoutedExperts, SamplingMask
 
 INFO_KEYS = {
     "rewards": "set by an episode for the rule gdpo: rewards by name",
@@ -112,6 +112,10 @@ class StepFacts(_Facts):
     """Text of the grammar under which the tokens were sampled."""
     routed_experts: RoutedExperts | None = None
     """Experts that the tokens took, if the client returns them. No record has them."""
+    cut: dict[str, float] | None = None
+    """Settings of the sampling that left tokens out: top-p, top-k, min-p."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that they kept, if the client returns them. No record has them."""
     private: list[str] | None = None
     """Texts of the prompt that only some actors may see."""
     greedy: bool = False
@@ -147,6 +151,11 @@ class StepFacts(_Facts):
     ledger: list[list[Any]] | None = None
     """What changed the reward or the advantage, in order: ``[what, name, before, after]``, ``what`` is ``"reward"`` or
     ``"advantage"``."""
+
+    @property
+    def sampled_from_all(self) -> bool:
+        """False where a grammar, or top-p, top-k or min-p, left tokens out of the distribution."""
+        return self.grammar is None and self.cut is None
 
 
 @dataclass(slots=True, repr=False)

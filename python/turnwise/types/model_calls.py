@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -50,6 +51,10 @@ class Sampling:
     the draw of this one request, independent of the batch; with ``None`` the client chooses one. A ``grammar`` allows
     only some tokens at each position; log-probabilities are then those of the distribution over the allowed tokens.
 
+    ``min_p``, ``top_k`` and ``top_p`` keep the likeliest of these at the temperature, in this order: those with at
+    least ``min_p`` times the highest probability, at most ``top_k`` of them (0: all), and of these the fewest that have
+    ``top_p`` of their probability. Log-probabilities are then those of the distribution over the kept tokens.
+
     Example: ``Sampling(temperature=1.0, max_tokens=32)``
     """
 
@@ -57,6 +62,7 @@ class Sampling:
     max_tokens: int = 256
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -73,11 +79,19 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p!r}: expected a number in (0, 1]")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r}: expected 0 (off) or a positive count")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p!r}: expected a number in [0, 1]")
 
     @property
     def is_greedy(self) -> bool:
         """True if each token is the most likely one. Its log-probability is then not that of a random draw."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature == 0 or self.top_k == 1 or self.min_p == 1
+
+    @property
+    def cut(self) -> dict[str, float]:
+        """The settings that leave tokens out, such as ``{"top_p": 0.9, "top_k": 20}``; empty if all are kept."""
+        values = {"top_p": (self.top_p, 1), "top_k": (self.top_k, 0), "min_p": (self.min_p, 0)}
+        return {name: value for name, (value, off) in values.items() if value != off} if self.temperature else {}
 
     def with_(self, **changes: Any) -> Sampling:
         """Return a copy with changed fields: ``sampling.with_(temperature=0.0)``. Unknown names raise ``TypeError``."""
@@ -123,13 +137,49 @@ class RoutedExperts:
     """``[P + C - 1, layers, experts per token]`` uint8, uint16 or int16. Layers without experts have 0."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """The tokens that top-p, top-k and min-p kept at each position of a completion. Records of episodes leave it out.
+
+    Example: two positions, of which the first kept tokens 3 and 7 and the second was not cut:
+    ``SamplingMask(np.array([2, 0]), np.array([3, 7]))``
+    """
+
+    counts: np.ndarray
+    """``[C]`` int64: the number of kept tokens; 0 where none was left out but by a grammar."""
+    ids: np.ndarray
+    """``[sum of counts]`` int32: the kept tokens of each position in turn, in any order."""
+
+    @classmethod
+    def of(cls, kept: Sequence[Sequence[int]]) -> SamplingMask:
+        """Return the mask of lists of kept tokens, one for each position."""
+        counts = np.fromiter(map(len, kept), dtype=np.int64, count=len(kept))
+        return cls(counts, np.fromiter(chain.from_iterable(kept), dtype=np.int32, count=int(counts.sum())))
+
+    def lists(self) -> list[list[int]]:
+        """Return the kept tokens of each position."""
+        return [part.tolist() for part in np.split(self.ids, self.counts.cumsum()[:-1])] if len(self.counts) else []
+
+    def first(self, count: int) -> SamplingMask:
+        """Return the mask of the first ``count`` positions."""
+        return SamplingMask(self.counts[:count], self.ids[: self.counts[:count].sum()])
+
+
+MAX_TOP_K = 1000
+"""The largest top-k with which vLLM's clients return sampling masks."""
+
+UNRECORDED = (RoutedExperts, SamplingMask)
+"""Types of what a trainer needs of a call, and no record has."""
+
+
 @shares("prompt_token_ids")
 @dataclass(slots=True)
 class ModelResponse:
     """The result of one model call. Lists cover the ``C`` completion tokens, the stop token included.
 
     ``logprobs`` are those of the sampled distribution: ``log_softmax(logits / temperature)``, for greedy decoding
-    ``log_softmax(logits)``, under a grammar over the allowed tokens alone. A client gives the completion without
+    ``log_softmax(logits)``, under a grammar over the allowed tokens alone, and with top-p, top-k or min-p over those
+    that are kept. A client gives the completion without
     special tokens as ``text``. After the arena's call it is the text outside of the model's thought, and ``parsed`` has
     thought, answer and calls. A response that is not ``trainable`` arrived as text: the tokenizer produced its token
     ids, and its log-probabilities are unknown. A ``cached`` response was sampled for an earlier identical call.
@@ -148,6 +198,8 @@ class ModelResponse:
     cached: bool = False
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
     """The experts of a mixture, if the client returns them."""
+    sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
+    """The kept tokens, if the request's sampling leaves some out and the client knows them."""
 
     def __repr__(self) -> str:
         tokens = f"{len(prompt_tokens(self))} + {len(self.completion_token_ids)} tokens"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ class Needs:
     reference: bool = False
     """Log-probs under the policy's reference, if it has one."""
     others_Nk: Tensor | None = None
-    """Ids of other tokens whose log-probs are read; tokens under a grammar get those of no distribution."""
+    """Ids of other tokens whose log-probs are read; those of restricted distributions belong to none."""
     top_k: int = 0
     """Number of most likely tokens to read, without a gradient."""
     rows: int | None = None
@@ -49,13 +49,26 @@ class Needs:
         )
 
 
+class Restriction(NamedTuple):
+    """Tokens whose distribution is over some tokens of the vocabulary alone.
+
+    ``read(pairs, index, targets, temperature)`` returns log-probs and entropies ``[m]`` of the tokens ``index [m]``;
+    ``pairs(index [P], ids [P])`` gives the logits ``[P]`` of pairs of a token and an id.
+    """
+
+    where_n: Any
+    """``[n]`` bool: the tokens."""
+    read: Callable[[Callable[[Any, Any], Any], Any, Any, Any], tuple[Any, Any]]
+
+
 NOTHING, LOGPROBS, ENTROPIES = Needs(logprobs=False), Needs(), Needs(entropy=True)
 
 
 class Read(NamedTuple):
     """Results of a pass, per token, with gradients; ``None`` for what was not needed.
 
-    ``logprobs_N`` are those of ``log_softmax(logits / temperature)``, float32 (float64 from a float64 model). Beside a
+    ``logprobs_N`` are those of ``log_softmax(logits / temperature)``, over fewer tokens where the sampler had fewer,
+    float32 (float64 from a float64 model). Beside a
     ``loss`` they have no gradient. ``loss`` is the :class:`~turnwise.ops.HeadLoss` that was needed; ``None`` if the
     pass could not compute it, and read log-probs instead.
     """

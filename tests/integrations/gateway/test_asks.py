@@ -330,10 +330,10 @@ def test_old_calls_of_functions_reach_the_model():
     assert '"add", "arguments": {"a": 2}' in shown and "not_applied" not in str(played.metrics)
 
 
-def test_top_k_of_an_evaluation_is_the_agents():
-    options = [{"extra_body": {"top_k": value}} for value in (-1, 5)]
+def test_top_k_and_min_p_of_an_evaluation_are_the_agents():
+    options = [{"extra_body": {"top_k": value, "min_p": 0.25}} for value in (-1, 5)]
     calls = asked(Chat, ["4"], *options, evaluation=True).client.calls
-    assert [request.sampling.top_k for request in calls] == [0, 5]
+    assert [(request.sampling.top_k, request.sampling.min_p) for request in calls] == [(0, 0.25), (5, 0.25)]
 
 
 # -- further routes ----------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def user(**part):
 
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 CALLING = {"messages": [*USER, {"role": "assistant", "content": "4", "tool_calls": [CALL]}]}
-PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p")
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def results(wire, *ids):

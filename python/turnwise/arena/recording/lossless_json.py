@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from turnwise.state.codec import LostValueError, Names, Reader, UntrustedNameError, Writer
-from turnwise.types import RoutedExperts
+from turnwise.types import UNRECORDED
 
 UnserializableValueError = LostValueError
 """A value that could not be serialized when it was recorded."""
@@ -23,11 +23,11 @@ def encode(value: Any, *, strict: bool = False) -> Any:
     """Return ``value`` as plain JSON. :func:`decode` turns it into an equal value of the same types.
 
     A value that can't be written is kept as its text; decoding it raises :class:`UnserializableValueError`. With
-    ``strict``, it raises ``TypeError`` instead. ``RoutedExperts`` are left out, as in all records.
+    ``strict``, it raises ``TypeError`` instead. What no record has (``UNRECORDED``) is left out.
 
     Example: ``encode({"cell": (1, 2)}) == {"cell": {"$tuple": [1, 2]}}``
     """
-    return Writer(lose=not strict, omit=() if strict else (RoutedExperts,)).write(value)
+    return Writer(lose=not strict, omit=() if strict else UNRECORDED).write(value)
 
 
 def decode(plain: Any, *, allow_pickle: bool = False) -> Any:

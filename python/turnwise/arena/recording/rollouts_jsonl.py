@@ -14,7 +14,7 @@ from turnwise.arena.recording.recorder import ENDED, FORMATS
 from turnwise.arena.runtime.hashing import content_digest
 from turnwise.state import StateDict, StateList, to_python
 from turnwise.state.codec import CodecError
-from turnwise.types import EpisodeRequest, GenerateResult, RoutedExperts, Step
+from turnwise.types import UNRECORDED, EpisodeRequest, GenerateResult, Step
 from turnwise.types.facts import WithFacts
 from turnwise.types.short_prompts import ShortPrompts, WholePrompts, whole_steps
 from turnwise.utils.output import text_of
@@ -60,8 +60,8 @@ def group_text(group_id: Hashable) -> str:
 def jsonable(value: Any, above: tuple[int, ...] = ()) -> Any:
     """Return ``value`` with its containers in JSON types. It accepts any object, as logging must not stop a run.
 
-    A container that is in itself, or deeper than :data:`DEEPEST`, becomes a note. Leaves :class:`RoutedExperts` out:
-    they have hundreds of bytes per token, and only training reads them. ``above`` are the ids of the containers around.
+    A container that is in itself, or deeper than :data:`DEEPEST`, becomes a note. Leaves :data:`UNRECORDED`
+    out: it has hundreds of bytes per token, and only training reads it. ``above`` are the ids of the containers around.
     """
     if value is None or type(value) in (str, float, bool):
         return value
@@ -81,7 +81,7 @@ def jsonable(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 def _contents(value: Any, above: tuple[int, ...]) -> Any:
     if isinstance(value, Mapping):
-        kept = {key: item for key, item in value.items() if not isinstance(item, RoutedExperts)}
+        kept = {key: item for key, item in value.items() if not isinstance(item, UNRECORDED)}
         return {text_of(key): jsonable(item, above) for key, item in kept.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(item, above) for item in value]

@@ -194,6 +194,8 @@ def check_response(request: ModelRequest, response: ModelResponse) -> None:
         problem = f"the finish reason {response.finish_reason!r}, expected one of {FINISH_REASONS}"
     elif (experts := response.routed_experts) is not None and len(experts.ids) != len(asked) + tokens - 1:
         problem = f"the experts of {len(experts.ids)} tokens, expected all of prompt and completion but the last"
+    elif (mask := response.sampling_mask) is not None and len(mask.counts) != tokens:
+        problem = f"a sampling mask of {len(mask.counts)} tokens, expected those of all {tokens}"
     elif (shown := prompt_tokens(response)) and shown != asked:
         problem = "other prompt token ids than were asked"
     if problem is not None:
@@ -224,6 +226,8 @@ def to_step(actor_id: str | None, turn: int, messages: Chat, request: ModelReque
             cached=response.cached,
             grammar=None if sampling.grammar is None else sampling.grammar.text,
             routed_experts=response.routed_experts if actor_id else None,
+            cut=sampling.cut or None,
+            sampling_mask=response.sampling_mask if actor_id else None,
         ),
     )
 

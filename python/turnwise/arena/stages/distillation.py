@@ -103,8 +103,8 @@ class Distillation(Stage):
 
     async def sampled(self, arena: Any, results: Sequence[GenerateResult]) -> None:
         """Let the teachers score all calls of ``results`` that may train, and keep the advantages in ``step.info``."""
-        # Log-probs under a grammar are those over the allowed tokens, so no teacher's can be compared with them.
-        free = [sample for sample in collect_samples(results) if sample.facts.grammar is None]
+        # Log-probs over some tokens alone can't be compared with a teacher's.
+        free = [sample for sample in collect_samples(results) if sample.facts.sampled_from_all]
         samples = [sample for sample in free if sample.actor in self.teachers]
         if not self.scores:
             for sample in samples:

@@ -332,15 +332,11 @@ def cut_at_stop(response: ModelResponse, sampling: Sampling, tokenizer: Any) -> 
         finish_reason="stop",
         policy_versions=runs,
         routed_experts=None if experts is None else RoutedExperts(experts.ids[:passed]),
+        sampling_mask=None if response.sampling_mask is None else response.sampling_mask.first(end),
     )
 
 
 def check_sampling_by_vllm(sampling: Sampling) -> None:
-    """Raise ``ValueError`` for sampling whose log-probabilities vLLM doesn't report."""
-    if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
-        raise ValueError(
-            f"top_p={sampling.top_p}, top_k={sampling.top_k}: expected 1 and 0, as vLLM reports "
-            "log-probabilities after such a cut, not before"
-        )
+    """Raise ``ValueError`` for sampling that vLLM would change."""
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise ValueError(f"temperature={sampling.temperature}: expected 0, or at least vLLM's {LEAST_TEMPERATURE}")

@@ -70,8 +70,8 @@ class TransformersClient(ClientBase):
     Collects the requests of many coroutines until the event loop is idle, then runs them in one worker thread, policy
     by policy. Equal prompts are prefilled once. A request's tokens depend on its prompt, its sampling settings, its
     seed and the weights, not on the rest of the batch (up to float rounding). Log-probabilities are those of
-    ``log_softmax(logits / temperature)`` before top-p and top-k. If a model's cache fails a trial, the client warns,
-    and recomputes the whole sequence for every token.
+    ``log_softmax(logits / temperature)``, over the tokens that top-p, top-k and min-p keep. If a model's cache fails a
+    trial, the client warns, and recomputes the whole sequence for every token.
 
     - ``policies``: one model, which is then policy ``"default"``, or models by policy name. Adapters over one shared
       base use one copy of it.
@@ -353,6 +353,7 @@ class TransformersClient(ClientBase):
             policy_versions=[(len(list(run)), version) for version, run in groupby(completion.versions)],
             prompt_token_ids=list(job.row.prompt),
             routed_experts=None if completion.experts is None else RoutedExperts(completion.experts),
+            sampling_mask=completion.sampling_mask,
         )
 
     def _count(self, jobs: list[PendingRequest], completions: list[Completion], work: Work, seconds: float) -> None:

@@ -28,7 +28,7 @@ from turnwise.inference.common.routed_experts import Routers, recording
 from turnwise.inference.local.kv_cache import SHARED_PREFIX_MODELS, Decoder, Paths, Uncached, make_decoder
 from turnwise.inference.local.prefill import common_prefix, prefill
 from turnwise.inference.local.sampling import RowGrammars, RowSampler
-from turnwise.types import FinishReason, Sampling
+from turnwise.types import FinishReason, Sampling, SamplingMask
 
 _PACK_BELOW = 0.9
 """Finished rows leave the batch once less than this share of its rows is still running."""
@@ -67,6 +67,8 @@ class Completion:
     finish_reason: FinishReason
     versions: list[int]
     experts: np.ndarray | None = None
+    sampling_mask: SamplingMask | None = None
+    """Of rows whose sampling leaves tokens out."""
     dead_end: bool = False
     """Its grammar allows no further token, although it is not complete."""
 
@@ -110,6 +112,8 @@ def complete(
     drawn = _decode(decoder, rows, logits, version, abandoned, forward_lock, grammars, routers)
     prefilled = sum(map(len, prompts)) - prefix * (len(prompts) - 1)
     completions = drawn.completions()
+    for completion, kept in zip(completions, drawn.sampling_masks(), strict=True):
+        completion.sampling_mask = kept
     if routers is not None:
         for place, (row, completion) in enumerate(zip(rows, completions, strict=True)):
             if completion.token_ids:
@@ -148,6 +152,9 @@ class _Drawn:
         """Positions that passed through the model."""
         self.experts: list[np.ndarray] = []
         """Experts ``[R, layers, K]`` of each pass, 0 for rows that had left; empty if they aren't recorded."""
+        self.sampler = RowSampler.build(
+            [row.sampling for row in rows], [row.seed for row in rows], self.width + 1, device
+        )
 
     def alive(self) -> _Alive:
         """Return all rows, before their first token."""
@@ -229,6 +236,23 @@ class _Drawn:
             completions.append(completion)
         return completions
 
+    def sampling_masks(self) -> list[SamplingMask | None]:
+        """Return the kept tokens of each row; ``None`` for rows whose sampling leaves none out."""
+        if not self.sampler.kept:
+            return [None] * len(self.rows)
+        row, at, count, ids = (torch.cat(each).cpu().numpy() for each in zip(*self.sampler.kept, strict=True))
+        ends, masks = count.cumsum(), list[SamplingMask | None]()
+        for number, length in enumerate(self.counts.tolist()):
+            if not self.rows[number].sampling.cut or number in self.aborted:
+                masks.append(None)
+                continue
+            own = np.flatnonzero((row == number) & (at < length))  # a row that has ended may be drawn again
+            counts = np.zeros(length, dtype=np.int64)  # tokens that a grammar forces are not drawn
+            counts[at[own]] = count[own]
+            kept = [ids[ends[each] - count[each] : ends[each]] for each in own[at[own].argsort()]]
+            masks.append(SamplingMask(counts, np.concatenate([*kept, ids[:0]])))
+        return masks
+
 
 @dataclass(slots=True)
 class _Alive:
@@ -262,10 +286,7 @@ def _decode(
     order. ``begin`` counts the tokens of each row before this turn, which adds one, or several that a grammar forces.
     """
     drawn, vocabulary = _Drawn(rows, logits.device), logits.shape[1]
-    alive = drawn.alive()
-    sampler = RowSampler.build(
-        [row.sampling for row in rows], [row.seed for row in rows], drawn.width + 1, logits.device
-    )
+    alive, sampler = drawn.alive(), drawn.sampler
     node: Tensor | None = decoder.nodes
     paths = decoder if isinstance(decoder, Paths) and grammars is not None else None  # takes runs of tokens
     while True:

@@ -1,4 +1,4 @@
-"""Draw one token per row, each row with its own temperature, top-p, top-k and random stream.
+"""Draw one token per row, each row with its own temperature, top-p, top-k, min-p and random stream.
 
 Each row draws one uniform number per token from its own ``PCG64(seed)``. The inverse of the cumulative distribution
 turns it into a token. So a row's tokens don't depend on the other rows of the batch.
@@ -9,7 +9,7 @@ Legend: ``R`` rows, ``V`` vocabulary, ``T`` new tokens at most.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,17 +26,20 @@ from turnwise.types import Grammar, Sampling
 class RowSampler:
     """The sampling settings of ``R`` rows as columns. ``uniforms [R, T]`` float32, the others ``[R]``.
 
-    ``temperatures`` are 0 in greedy rows, ``filtered`` is true in those with top-p or top-k. ``filters`` and ``greedy``
-    tell if there is any of them.
+    ``temperatures`` are 0 in greedy rows, ``filtered`` is true in those with top-p, top-k or min-p. ``filters`` and
+    ``greedy`` tell if there is any of them. ``kept`` notes what filtered rows kept in each draw: their numbers ``[r]``,
+    the number of their tokens before ``[r]``, the counts of kept tokens ``[r]``, and these tokens, row by row.
     """
 
     temperatures: Tensor
     uniforms: Tensor
     top_p: Tensor
     top_k: Tensor
+    min_p: Tensor
     filtered: Tensor
     filters: bool
     greedy: bool
+    kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def build(
@@ -49,12 +52,13 @@ class RowSampler:
                 # numpy wants a non-negative seed
                 generator = np.random.Generator(np.random.PCG64(seed & (2**64 - 1)))
                 generator.random(dtype=np.float32, out=row)
-        filtered = [(s.top_p < 1 or s.top_k > 0) and s.temperature > 0 for s in samplings]
+        filtered = [bool(s.cut) for s in samplings]
         return cls(
             temperatures=torch.tensor([float(s.temperature) for s in samplings], device=device),
             uniforms=torch.from_numpy(uniforms).to(device),
             top_p=torch.tensor([s.top_p for s in samplings], device=device),
             top_k=torch.tensor([s.top_k for s in samplings], device=device),
+            min_p=torch.tensor([s.min_p for s in samplings], device=device),
             filtered=torch.tensor(filtered, device=device),
             filters=any(filtered),
             greedy=any(s.temperature == 0 for s in samplings),
@@ -68,14 +72,15 @@ class RowSampler:
         ``logits [r, V]`` are floats; ``rows [r]`` int64 are their indices among the ``R`` rows, and ``at [r]`` int64
         counts the tokens that each has. Returns tokens ``[r]``
         int64 and log-probabilities ``[r]`` float32 under ``log_softmax(logits / temperature)`` (greedy: temperature
-        1), before top-p and top-k. With masks ``allowed [r, bytes]`` (see ``token_masks``) the distribution is that
-        over the allowed tokens. Raises ``ValueError`` for a row with NaN or +inf, or without an allowed token.
+        1). With masks ``allowed [r, bytes]`` (see ``token_masks``) the distribution is that over the allowed tokens,
+        and in filtered rows that over the kept ones. Raises ``ValueError`` for a row with NaN or +inf, or without an
+        allowed token.
 
-        On CPUs a kernel draws all rows but those with top-p or top-k, so a row's tokens are the same in any batch.
+        On CPUs a kernel draws all rows but the filtered ones, so a row's tokens are the same in any batch.
         """
         uniforms, temperatures = self.uniforms[rows, at], self.temperatures[rows]
         if logits.device.type != "cpu":
-            return self._draw_by_torch(logits, rows, temperatures, uniforms, allowed)
+            return self._draw_by_torch(logits, rows, at, temperatures, uniforms, allowed)
         if not self.filters:
             return _draw_by_kernel(logits, temperatures, uniforms, allowed)
         filtered = self.filtered[rows]
@@ -85,14 +90,22 @@ class RowSampler:
             if len(part):
                 masks = None if allowed is None else allowed[part.numpy()]
                 if mask is filtered:
-                    drawn = self._draw_by_torch(logits[part], rows[part], temperatures[part], uniforms[part], masks)
+                    drawn = self._draw_by_torch(
+                        logits[part], rows[part], at[part], temperatures[part], uniforms[part], masks
+                    )
                 else:
                     drawn = _draw_by_kernel(logits[part], temperatures[part], uniforms[part], masks)
                 tokens[part], logprobs[part] = drawn
         return tokens, logprobs
 
     def _draw_by_torch(
-        self, logits: Tensor, rows: Tensor, temperatures: Tensor, uniforms: Tensor, allowed: np.ndarray | None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        at: Tensor,
+        temperatures: Tensor,
+        uniforms: Tensor,
+        allowed: np.ndarray | None,
     ) -> tuple[Tensor, Tensor]:
         greedy = temperatures == 0
         scaled = logits.float() / (torch.where(greedy, 1.0, temperatures) if self.greedy else temperatures)[:, None]
@@ -100,11 +113,14 @@ class RowSampler:
             masks = unpack_masks(torch.from_numpy(allowed).to(logits.device), logits.shape[1])
             scaled = torch.where(masks, scaled, -torch.inf)
         logprobs = torch.log_softmax(scaled, dim=-1)
-        weights = logprobs.exp()
         if self.filters:
-            weights = _filter(weights, self.top_p[rows, None], self.top_k[rows, None])
+            keep = _kept(logprobs, self.top_p[rows, None], self.top_k[rows, None], self.min_p[rows, None])
+            filtered = self.filtered[rows]
+            logprobs = torch.log_softmax(scaled.masked_fill(~keep & filtered[:, None], -torch.inf), dim=-1)
+            counts, ids = (keep & filtered[:, None]).sum(dim=1), (keep & filtered[:, None]).nonzero()[:, 1]
+            self.kept.append((rows, at, counts, ids.int()))
         # The place is past the end in a row of NaN, and a GPU would end the whole process for it.
-        tokens = _inverse_cdf(weights, uniforms).clamp(max=logits.shape[1] - 1)
+        tokens = _inverse_cdf(logprobs.exp(), uniforms).clamp(max=logits.shape[1] - 1)
         if self.greedy:
             tokens = torch.where(greedy, logprobs.argmax(dim=-1), tokens)
         drawn = logprobs.gather(1, tokens[:, None])[:, 0]
@@ -226,11 +242,16 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
-def _filter(probabilities: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Set tokens outside top-p and top-k to 0. The token that crosses ``top_p`` stays; ties keep the sorted order."""
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    above = ordered.cumsum(dim=-1) - ordered
+def _kept(logprobs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Return which tokens ``[r, V]`` min-p, top-k and top-p keep, each of those that the one before kept, as in vLLM.
+
+    The token that crosses ``top_p`` stays; ties keep the sorted order.
+    """
+    ordered, order = logprobs.exp().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
+    keep = (ordered > 0) & (ordered >= min_p * ordered[:, :1]) & ((rank < top_k) | (top_k == 0))
+    ordered = torch.where(keep, ordered, 0.0)
+    above = ordered.cumsum(dim=-1) - ordered
     # top_p = 1 must keep even the tokens that rounding puts past a cumulative sum of 1
-    keep = ((above < top_p) | (top_p >= 1)) & ((rank < top_k) | (top_k == 0))
-    return torch.zeros_like(probabilities).scatter_(1, order, torch.where(keep, ordered, 0.0))
+    keep &= (above < top_p * ordered.sum(dim=-1, keepdim=True)) | (top_p >= 1)
+    return torch.zeros_like(keep).scatter_(1, order, keep)

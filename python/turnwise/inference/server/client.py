@@ -29,19 +29,16 @@ from turnwise.inference.common.base import (
 )
 from turnwise.inference.common.hf_model import count_tokens
 from turnwise.inference.common.http import Endpoint, EndpointError, reading
-from turnwise.inference.server.launch import LOAD
-from turnwise.inference.server.policies import describe_policies
-from turnwise.inference.server.remote import (
-    GENERATE,
-    MAX_GENERATED,
-    Adapters,
-    RemoteServer,
+from turnwise.inference.server.answers import (
     ServerCompletion,
+    kept_logprobs,
     read_completion,
     read_experts,
     read_scores,
-    sampling_error,
 )
+from turnwise.inference.server.launch import LOAD
+from turnwise.inference.server.policies import describe_policies
+from turnwise.inference.server.remote import GENERATE, MAX_GENERATED, Adapters, RemoteServer, sampling_error
 from turnwise.inference.weights.load import check_weights, collect_weights
 from turnwise.inference.weights.sync import transfer_to
 from turnwise.inference.weights.weight_block import WeightHandle, WeightTransfer
@@ -78,6 +75,10 @@ class VLLMServerClient(GatedScoringClient):
       A completion that its grammar led nowhere raises ``DeadEndError``, which needs llguidance here, too.
     - ``routed_experts``: responses have the experts that a mixture of experts chose. The server must return them
       (``--engine-arg enable_return_routed_experts=True``); an answer without them raises ``ModelError``.
+
+    vLLM names the tokens that top-p and min-p keep only where top-k bounds their number, up to
+    :data:`~turnwise.types.model_calls.MAX_TOP_K`; else a response has no ``sampling_mask``. An answer whose kept tokens
+    are not whole raises ``ModelError``.
 
     The server stamps every token with a label of the weights that sampled it. If a label is not from this client, the
     server has restarted, and the client raises ``ModelError``: it never returns a token of other weights. It sends
@@ -231,7 +232,8 @@ class VLLMServerClient(GatedScoringClient):
                 "stop_token_ids": list(stop_token_ids(request, self._tokenizer)),
                 "ignore_eos": True,  # stop_token_ids ends a completion, not the server's tokenizer
                 "seed": seed & (2**63 - 1),  # torch's generators take 63 bits; vLLM reads -1 as no seed
-                "logprobs": 0,  # only that of the sampled token
+                **sampling.cut,
+                "logprobs": kept_logprobs(sampling),
                 "detokenize": False,
                 **({} if sampling.grammar is None else {"structured_outputs": {"grammar": sampling.grammar.text}}),
             },
@@ -247,7 +249,7 @@ class VLLMServerClient(GatedScoringClient):
         except EndpointError as error:
             raise sampling_error(error, body["model"]) from error
         limit = body["sampling_params"]["max_tokens"]
-        completion = read_completion(content, self._server.where, limit, info.vocabulary)
+        completion = read_completion(content, self._server.where, limit, info.vocabulary, request.sampling)
         if request.sampling.grammar is not None:  # in a dead end vLLM samples the end of the sequence
             await to_thread(check_end, self._tokenizer, request.sampling.grammar, completion.token_ids)
         versions = self._read_versions(request.policy, completion)
@@ -305,6 +307,7 @@ class VLLMServerClient(GatedScoringClient):
             policy_versions=versions,
             prompt_token_ids=prompt_tokens(request),
             routed_experts=experts,
+            sampling_mask=completion.sampling_mask,
         )
         return cut_at_stop(response, request.sampling, self._tokenizer)
 

@@ -1,22 +1,22 @@
-"""A vLLM server as its client sees it: the client loads weights into it, reads its answers and checks every field."""
+"""A vLLM server as its client sees it: the client loads weights into it."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from turnwise.inference.common.experts import experts_from_text
 from turnwise.inference.common.http import Endpoint, EndpointError, reading
+from turnwise.inference.server.answers import FieldReader
 from turnwise.inference.server.launch import RPC
 from turnwise.inference.weights.lora import AdapterFiles
 from turnwise.inference.weights.weight_block import WeightHandle
-from turnwise.types import ContextLengthError, FinishReason, ModelError, RoutedExperts
+from turnwise.types import ContextLengthError, ModelError
 from turnwise.utils.threads import to_thread
 
 T = TypeVar("T")
@@ -31,12 +31,6 @@ START_LABEL = "default"
 
 TOO_LONG = ("maximum context length", "maximum model length", "context length is only")
 """Phrases in which vLLM reports that a prompt is too long."""
-
-
-FLOOR = -9999.0
-"""The server's value for a log-probability that is not a number, or that it doesn't have."""
-
-FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 Adapters = dict[str, tuple[AdapterFiles, Mapping[str, Tensor]]]
 """Adapters to load into a server, by policy, with their new weights (none: the weights in their files)."""
@@ -198,7 +192,7 @@ class RemoteServer:
         answer = await self._post(RPC, {"method": method, "args": list(arguments)})
         if not isinstance(answer, dict) or not answer.get("results"):
             raise EndpointError(f"{self._endpoint.url}{RPC} of {method} answered {str(answer)[:80]}: expected results")
-        return _FieldReader(f"{self._endpoint.url}{RPC} of {method}").typed(answer["results"], list, "results")
+        return FieldReader(f"{self._endpoint.url}{RPC} of {method}").typed(answer["results"], list, "results")
 
     async def _post(
         self,
@@ -229,129 +223,3 @@ def _with_hint(error: EndpointError) -> EndpointError:
             f"{error}; start the server with `turnwise serve`, which opens what is needed", error.status
         )
     return error
-
-
-# -- answers -----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class ServerCompletion:
-    """One completion of ``C`` tokens. ``labels`` are runs of tokens and the label of the weights that sampled them."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-    labels: list[tuple[int, str]]
-    cached_tokens: int
-
-
-class _FieldReader:
-    """Reads fields of one answer. Errors name the server and the wrong field."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def wrong(self, field: str, value: Any, expected: str) -> EndpointError:
-        return EndpointError(f"{self.where} answered {field}={str(value)[:80]}: expected {expected}")
-
-    def typed(self, value: Any, kind: type[T], field: str) -> T:
-        if not isinstance(value, kind):
-            raise self.wrong(field, value, "an object" if kind is dict else "a list")
-        return value
-
-    def whole(self, value: Any, field: str, low: int, high: int) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise self.wrong(field, value, f"a whole number from {low} to {high}")
-        return value
-
-
-def read_completion(content: Any, where: str, limit: int, vocabulary: int) -> ServerCompletion:
-    """Read the completion in ``content``, the decoded JSON of an answer of ``where``.
-
-    Raises :class:`EndpointError` unless the completion has from 1 to ``limit`` tokens in ``[0, vocabulary)``, a finite
-    log-probability and a label for each token, and ended with a stop token or at the limit.
-    """
-    reader = _FieldReader(where)
-    answer = reader.typed(content, dict, "(the answer)")
-    choices = reader.typed(answer.get("choices"), list, "choices")
-    if len(choices) != 1:
-        raise reader.wrong("choices", f"{len(choices)} of them", "one")
-    choice = reader.typed(choices[0], dict, "choices[0]")
-    token_ids = reader.typed(choice.get("token_ids"), list, "choices[0].token_ids")
-    if not 1 <= len(token_ids) <= limit:
-        raise reader.wrong("choices[0].token_ids", f"{len(token_ids)} tokens", f"1 to {limit}")
-    for token in token_ids:
-        reader.whole(token, "choices[0].token_ids", 0, vocabulary - 1)
-    reason = choice.get("finish_reason")
-    if not isinstance(reason, str) or reason not in FINISHED:
-        raise reader.wrong("choices[0].finish_reason", reason, f"one of {sorted(FINISHED)}")
-    # The server may leave out the count of cached tokens; it then counts as 0.
-    usage = answer.get("usage")
-    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    logprobs, labels = _logprobs(reader, choice, token_ids), _labels(reader, choice, len(token_ids))
-    counted = cached if type(cached) is int and 0 <= cached < 2**31 else 0
-    return ServerCompletion(token_ids, logprobs, FINISHED[reason], labels, counted)
-
-
-def _logprobs(reader: _FieldReader, choice: dict[str, Any], token_ids: list[int]) -> list[float]:
-    field = "choices[0].logprobs.content"
-    content = reader.typed(
-        reader.typed(choice.get("logprobs"), dict, "choices[0].logprobs").get("content"), list, field
-    )
-    if len(content) != len(token_ids):
-        raise reader.wrong(field, f"{len(content)} log-probabilities", f"one for each of {len(token_ids)} tokens")
-    for entry, token in zip(content, token_ids, strict=True):
-        if reader.typed(entry, dict, field).get("token_id") != token:
-            raise reader.wrong(f"{field}.token_id", entry.get("token_id"), f"{token}, as in choices[0].token_ids")
-        value = entry.get("logprob")
-        if type(value) not in (int, float) or not FLOOR < value <= 0:
-            raise reader.wrong(f"{field}.logprob", value, f"a number from {FLOOR} (excluded) to 0")
-    return [float(entry["logprob"]) for entry in content]
-
-
-def read_scores(content: Any, where: str, token_ids: Sequence[int]) -> list[float]:
-    """Read the log-probabilities of the last prompt tokens, which are ``token_ids``, from an answer of ``where``."""
-    reader, field = _FieldReader(where), "prompt_logprobs"
-    values = reader.typed(reader.typed(content, dict, "(the answer)").get(field), list, field)
-    if len(values) <= len(token_ids):
-        raise reader.wrong(field, f"{len(values)} log-probabilities", f"more than {len(token_ids)}")
-    scores = []
-    for entry, token in zip(values[-len(token_ids) :], token_ids, strict=True):
-        scored = reader.typed(reader.typed(entry, dict, field).get(str(token)), dict, f"{field}.{token}")
-        value: Any = scored.get("logprob")
-        if type(value) not in (int, float) or not FLOOR < value <= 0:
-            raise reader.wrong(f"{field}.{token}.logprob", value, f"a number from {FLOOR} (excluded) to 0")
-        scores.append(float(value))
-    return scores
-
-
-def read_experts(content: Any, where: str, passed: int) -> RoutedExperts:
-    """Read the experts of the ``passed`` tokens of prompt and completion, from an answer of ``where``."""
-    reader, field = _FieldReader(where), "choices[0].routed_experts"
-    text = reader.typed(content, dict, "(the answer)")["choices"][0].get("routed_experts")
-    if text is None:
-        raise EndpointError(
-            f"{where} answered without routed_experts: start the server with "
-            "--engine-arg enable_return_routed_experts=True, and with a mixture of experts"
-        )
-    try:
-        experts = RoutedExperts(experts_from_text(text))
-    except (ValueError, TypeError) as error:
-        raise reader.wrong(field, text, f"an array of experts as vLLM writes it ({error})") from error
-    if len(experts.ids) != passed:
-        raise reader.wrong(field, f"the experts of {len(experts.ids)} tokens", f"those of {passed}: all but the last")
-    return experts
-
-
-def _labels(reader: _FieldReader, choice: dict[str, Any], count: int) -> list[tuple[int, str]]:
-    """Read the spans of ``weight_versions``, which must follow one another from 0 to ``count``."""
-    field = "choices[0].weight_versions"
-    runs, end = [], 0
-    for span in reader.typed(choice.get("weight_versions"), list, field):
-        if reader.typed(span, dict, field).get("start") != end:
-            raise reader.wrong(f"{field}.start", span.get("start"), str(end))
-        stop = reader.whole(span.get("end"), f"{field}.end", end, count)
-        runs.append((stop - end, str(span.get("version"))))
-        end = stop
-    if end != count:
-        raise reader.wrong(field, f"spans of {end} tokens", f"{count} tokens")
-    return runs

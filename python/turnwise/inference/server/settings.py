@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 from turnwise.inference.common.http import aiohttp_or_raise, key_from_environment
 from turnwise.inference.common.model_files import read_config
+from turnwise.inference.server.answers import TIES
 from turnwise.inference.vllm.worker import computes_on_cpu
+from turnwise.types.model_calls import MAX_TOP_K
 
 RESERVED = {
     "api_key", "async_scheduling", "enable_lora", "enable_prompt_tokens_details", "enable_scale_out",
-    "generation_config", "host", "kv_cache_memory_bytes", "logprobs_mode", "lora_modules", "max_lora_rank",
-    "max_loras", "max_num_seqs", "middleware", "model", "port", "worker_extension_cls",
+    "generation_config", "host", "kv_cache_memory_bytes", "logprobs_mode", "lora_modules", "max_logprobs",
+    "max_lora_rank", "max_loras", "max_num_seqs", "middleware", "model", "port", "worker_extension_cls",
 }  # fmt: skip
 """Options of vLLM's server that :class:`ServeSettings` decides."""
 
@@ -159,7 +161,8 @@ def _vllm_command(settings: ServeSettings, port: int) -> list[str]:
         "enable_scale_out": True,  # tokens in, tokens out
         "enable_prompt_tokens_details": True,  # hits of the prefix cache
         "generation_config": "vllm",  # the model folder's file would change sampling without the request's knowledge
-        "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature)
+        "logprobs_mode": "processed_logprobs",  # those of log_softmax(logits / temperature) over the kept tokens
+        "max_logprobs": MAX_TOP_K + TIES,
         "async_scheduling": False,  # a token computed while weights change would belong to neither version
         "worker_extension_cls": EXTENSION,
         "kv_cache_memory_bytes": int(settings.kv_cache_gb * 2**30),

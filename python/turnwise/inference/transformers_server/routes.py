@@ -30,12 +30,14 @@ MAX_VALUES = 1000
 
 SAMPLING = {
     "temperature": (int, float), "max_tokens": (int,), "stop_token_ids": (list,), "ignore_eos": (bool,), "seed": (int,),
-    "logprobs": (int,), "detokenize": (bool,), "prompt_logprobs": (int,),
+    "logprobs": (int,), "detokenize": (bool,), "prompt_logprobs": (int,), "top_p": (int, float), "top_k": (int,),
+    "min_p": (int, float),
 }  # fmt: skip
 """Sampling parameters that a request may have, and their types."""
 
-FIXED = {"ignore_eos": True, "logprobs": 0, "detokenize": False}
-"""Parameters that must have one value: the engine has no tokenizer, and reports the sampled token's logprob."""
+FIXED = {"ignore_eos": True, "detokenize": False}
+"""Parameters that must have one value, as the engine has no tokenizer. It reports the sampled token's logprob, and
+names the kept tokens, whatever ``logprobs`` is."""
 
 
 class Routes:
@@ -134,6 +136,8 @@ class Routes:
         }
         if response.routed_experts is not None:
             choice["routed_experts"] = experts_to_text(response.routed_experts.ids)
+        if response.sampling_mask is not None:
+            choice["sampling_mask"] = response.sampling_mask.lists()
         prompt = len(response.prompt_token_ids)
         usage = {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)}
         return {"choices": [choice], "usage": usage}
@@ -270,7 +274,8 @@ def _sampling(given: Any, vocabulary: int) -> Sampling:
         if given.get(name, 0 if name == "prompt_logprobs" else None) != value:
             raise ValueError(f"sampling_params.{name}={given.get(name)!r}: expected {value!r}")
     stops = tuple(token for token in _ids(given, "stop_token_ids") if 0 <= token < vocabulary)  # others never come
-    plain = {name: given[name] for name in ("temperature", "max_tokens", "seed") if name in given}
+    names = ("temperature", "max_tokens", "seed", "top_p", "top_k", "min_p")
+    plain = {name: given[name] for name in names if name in given}
     if "temperature" in plain:
         plain["temperature"] = float(plain["temperature"])  # a larger one would fail the whole batch
     return Sampling(stop_token_ids=stops, **plain)

@@ -167,9 +167,9 @@ def interval(
 
 def _plain(request: ModelRequest) -> ModelRequest:
     sampling = request.sampling
-    if sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k > 0:
+    if sampling.temperature == 0 or sampling.cut:
         raise ValueError(
-            f"sampling={sampling!r}: expected temperature > 0, top_p = 1 and top_k = 0 for scores to be the policy's "
-            "probabilities; sample_policy(arena, game, samples) takes any, one sample where it is greedy"
+            f"sampling={sampling!r}: expected temperature > 0, top_p = 1, top_k = 0 and min_p = 0 for scores to be the "
+            "policy's probabilities; sample_policy(arena, game, samples) takes any, one sample where it is greedy"
         )
     return request

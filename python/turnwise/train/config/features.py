@@ -23,6 +23,7 @@ FEATURES = (
     "observations:Observations",
     "baseline:OptimalTokenBaseline",
     "routing_replay:RoutingReplay",
+    "sampling_mask:SamplingMasks",
 )
 """Modules of ``turnwise.train.terms`` and their classes, in the order of their terms. A line is all that adds one."""
 

@@ -15,7 +15,7 @@ from turnwise.credit import registry
 from turnwise.credit.columns import needs_several_attempts
 from turnwise.settings.section import RunFacts, Section, trial
 from turnwise.train.config.features import required, with_features
-from turnwise.types import CreditCapabilities, capabilities_of
+from turnwise.types import CreditCapabilities, Sampling, capabilities_of
 from turnwise.types.play import MAX_CONCURRENCY
 from turnwise.utils.files import PathText
 from turnwise.utils.registry import did_you_mean
@@ -215,6 +215,11 @@ class RolloutConfig(PlayLimits):
     """Most completions that the client computes at the same time."""
     check_private: bool = False
     """Stop the run when an actor sees another actor's private text, or would train on its tokens."""
+
+    def sampling(self) -> Sampling:
+        """Return the sampling of actors without their own: the fields that it has in common with this section."""
+        own = Sampling.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        return Sampling(**{name: getattr(self, name) for name in own})
 
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         config, ahead = run.config, run.config.loop.max_staleness

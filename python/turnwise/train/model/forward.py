@@ -168,7 +168,8 @@ class Forward:
     def read(self, micro: MicroBatch, needs: Needs = LOGPROBS) -> Read:
         """Return what is needed of each token. A temperature of 0 counts as 1, and so does that of observed tokens.
 
-        Under a grammar, log-probs, entropies and squares are those of the distribution over the allowed tokens.
+        Under a grammar, log-probs, entropies and squares are those of the distribution over the allowed tokens, and
+        where the sampler left tokens out, over the kept ones.
         """
         passes = self._passes(micro)
         if self.fused:
@@ -222,4 +223,6 @@ class Forward:
         if needs.others_Nk is not None:
             needs = replace(needs, others_Nk=needs.others_Nk[tokens])
         temperature_n = micro.temperatures_N[tokens]
-        return read_tokens(head, micro.targets_N[tokens], temperature_n, masks_UW, index_n, needs)
+        found = (column.restriction(tokens) for column in micro.columns.values())
+        restrictions = [each for each in found if each is not None]
+        return read_tokens(head, micro.targets_N[tokens], temperature_n, masks_UW, index_n, needs, restrictions)

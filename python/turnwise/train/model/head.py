@@ -22,7 +22,7 @@ from turnwise.inference.common.token_masks import unpack_masks
 from turnwise.ops import HeadLoss, linear_logprob, linear_policy_loss, logprob
 from turnwise.train.model.support import softcap_of
 from turnwise.types import Column
-from turnwise.types.passes import Needs, Read
+from turnwise.types.passes import Needs, Read, Restriction
 
 MAX_LOGITS = 1 << 24
 """Logits that a chunk of tokens may have at a time: 64 MiB in float32."""
@@ -42,12 +42,13 @@ class ModelInputs(NamedTuple):
 
 class Head(NamedTuple):
     """Reads tokens by their indices: their log-probs, the logits ``[n, V]`` that predict them, or those ``[n, k]`` of
-    the given ids ``[n, k]``; and the hidden states ``[n, H]`` of all tokens before them. ``loss`` reads all tokens at
-    their temperatures into a loss; ``None`` for a head that reads logits."""
+    the given ids ``[n, k]``, or of pairs ``[P]`` of a token and an id; and the hidden states ``[n, H]`` of all tokens
+    before them. ``loss`` reads all tokens at their temperatures into a loss; ``None`` for a head that reads logits."""
 
     read: Callable[[Any, Tensor, float, bool], Result]
     logits: Callable[[Tensor], Tensor]
     logits_of: Callable[[Tensor], Tensor]
+    pairs: Callable[[Tensor, Tensor], Tensor]
     hidden: Callable[[], Tensor]
     vocabulary: int
     loss: Callable[[Tensor, Tensor, Mapping[str, Any]], HeadLoss] | None = None
@@ -60,11 +61,13 @@ def read_tokens(
     masks_UW: Tensor | None,
     mask_index_n: Tensor | None,
     needs: Needs,
+    restrictions: Sequence[Restriction] = (),
 ) -> Read:
-    """Read tokens with ``head``; those with an index into ``masks_UW`` under their grammars."""
-    grammars = (masks_UW, mask_index_n)
+    """Read tokens with ``head``; those of ``restrictions`` over their own tokens, others with an index into
+    ``masks_UW`` under their grammars."""
+    grammars = (masks_UW, mask_index_n, restrictions)
     read: dict[str, Any] = {"logprobs_N": None}
-    in_one = _loss_in_one(head, targets_n, temperature_n, mask_index_n, needs)
+    in_one = None if restrictions else _loss_in_one(head, targets_n, temperature_n, mask_index_n, needs)
     if in_one is not None:
         read |= {"logprobs_N": in_one.logprobs, "loss": in_one}
     elif needs.logprobs or needs.loss is not None:
@@ -115,23 +118,31 @@ def read_targets(
     temperature_n: Tensor,
     masks_UW: Tensor | None,
     mask_index_n: Tensor | None,
+    restrictions: Sequence[Restriction],
     *,
     entropy: bool,
 ) -> Result:
     """Return log-probs and entropies, read once per temperature; nearly always there is only one."""
-    free_n = torch.ones_like(targets_n, dtype=torch.bool) if mask_index_n is None else mask_index_n < 0
+    open_n = torch.ones_like(targets_n, dtype=torch.bool)
+    for restriction in restrictions:
+        open_n = open_n & ~restriction.where_n
+    free_n = open_n if mask_index_n is None else open_n & (mask_index_n < 0)
     distinct = temperature_n[free_n].unique().tolist()
-    if mask_index_n is None and len(distinct) <= 1:
+    if mask_index_n is None and not restrictions and len(distinct) <= 1:
         return head.read(slice(None), targets_n, distinct[0] if distinct else 1.0, entropy)
     where = [torch.nonzero(free_n & (temperature_n == value))[:, 0] for value in distinct]
     results = [head.read(index, targets_n[index], value, entropy) for index, value in zip(where, distinct, strict=True)]
     if masks_UW is not None and mask_index_n is not None:
-        index = torch.nonzero(~free_n)[:, 0]
+        index = torch.nonzero(open_n & ~free_n)[:, 0]
         rows = mask_index_n[index]
         constrained = constrained_logprob(
             head.logits, index, targets_n[index], temperature_n[index], masks_UW, rows, entropy
         )
         where, results = [*where, index], [*results, constrained]
+    for restriction in restrictions:
+        index = torch.nonzero(restriction.where_n)[:, 0]
+        logprobs, entropies = restriction.read(head.pairs, index, targets_n[index], temperature_n[index])
+        where, results = [*where, index], [*results, (logprobs, entropies if entropy else None)]
     return tuple(joined(column, where) for column in zip(*results, strict=True))  # type: ignore[return-value]
 
 
@@ -179,6 +190,11 @@ def from_hidden(lm: Any, hidden: Tensor, at_N: Tensor, *, repeated: bool, max_me
         raw = raw if bias is None else raw + bias[ids]
         return raw if softcap is None else softcap * torch.tanh(raw / softcap)
 
+    def pairs(which: Tensor, ids: Tensor) -> Tensor:
+        raw = PairLogits.apply(hidden, weight, at_N[which], ids)
+        raw = raw if bias is None else raw + bias[ids]
+        return raw if softcap is None else softcap * torch.tanh(raw / softcap)
+
     def places(at: Tensor, targets: Tensor, heat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Siblings that read the same position at the same temperature, and have the same target, share one log-prob:
         return each once, and which of them each token reads."""
@@ -211,7 +227,42 @@ def from_hidden(lm: Any, hidden: Tensor, at_N: Tensor, *, repeated: bool, max_me
             **{**options, **arguments, **(into or {})},
         )  # fmt: skip
 
-    return Head(read, logits, logits_of, lambda: hidden[at_N], vocabulary_size(lm), loss)
+    return Head(read, logits, logits_of, pairs, lambda: hidden[at_N], vocabulary_size(lm), loss)
+
+
+class PairLogits(torch.autograd.Function):
+    """Logits ``[P]`` of pairs of a position and a token's id, float32 (float64 from float64).
+
+    A chunk of pairs is computed at a time, also in the backward pass, so that no ``[P, H]`` is held.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, at: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, at, ids)
+        made = wide(hidden.new_empty(len(ids)))
+        for part in _pair_chunks(hidden, ids):
+            made[part] = (wide(hidden[at[part]]) * wide(weight[ids[part]])).sum(-1)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, at, ids = ctx.saved_tensors
+        to_hidden, to_weight = (
+            wide(torch.zeros_like(each)) if needed else None
+            for each, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
+        )
+        for part in _pair_chunks(hidden, ids):
+            if to_hidden is not None:
+                to_hidden.index_add_(0, at[part], grad[part, None] * wide(weight[ids[part]]))
+            if to_weight is not None:
+                to_weight.index_add_(0, ids[part], grad[part, None] * wide(hidden[at[part]]))
+        made = zip((to_hidden, to_weight), (hidden, weight), strict=True)
+        return (*(None if each is None else each.to(like.dtype) for each, like in made), None, None)
+
+
+def _pair_chunks(hidden: Tensor, ids: Tensor) -> Iterator[slice]:
+    size = max(1, MAX_LOGITS // hidden.shape[-1])
+    return (slice(start, start + size) for start in range(0, len(ids), size))
 
 
 @contextmanager
@@ -245,6 +296,7 @@ def from_logits(lm: Any, inputs: ModelInputs) -> Head:
         read,
         lambda which: logits_NV[at[which]],
         lambda ids: wide(logits_NV[at].gather(1, ids)),
+        lambda which, ids: wide(logits_NV[at[which], ids]),
         lambda: outputs[-1].last_hidden_state.flatten(0, 1)[inputs.at],
         vocabulary_size(lm),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def attach_teachers(policies: Mapping[str, Policy], actors: Sequence[Actor], con
 
 class TeacherKL(Term):
     """Adds the KL of the teachers' distributions from the policy's, which is 0 for tokens of actors without a teacher,
-    and for tokens under a grammar. :func:`teach` sets the teachers."""
+    and for tokens that were sampled from some tokens alone. :func:`teach` sets the teachers."""
 
     name = "teaching"
     after = ("policy_loss",)
@@ -78,7 +79,10 @@ class TeacherKL(Term):
         ids_Nk = torch.zeros(len(micro.targets_N), top_k, dtype=torch.int64, device=micro.targets_N.device)
         self._top_Nk = torch.zeros(ids_Nk.shape, device=ids_Nk.device)
         self._taught_N = torch.zeros(len(ids_Nk), dtype=torch.bool, device=ids_Nk.device)
-        free_N = True if micro.allowed is None else micro.allowed.mask_index < 0
+        free_N: Any = True if micro.allowed is None else micro.allowed.mask_index < 0
+        for column in micro.columns.values():
+            if (restriction := column.restriction(slice(None))) is not None:
+                free_N = free_N & ~restriction.where_n
         likely = Needs(logprobs=False, top_k=top_k, rows=policy.forward.rows)
         for teacher in {id(each): each for each in teachers.values()}.values():
             pupils = [index for index, name in enumerate(self.actors) if teachers.get(name) is teacher]

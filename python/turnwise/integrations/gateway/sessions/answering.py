@@ -134,7 +134,7 @@ class Answerer:
             endpoint.counts["max_tokens_lowered"] += request.max_tokens > base.max_tokens
             changes["max_tokens"] = min(request.max_tokens, base.max_tokens)
         changes["stop_token_ids"] = tuple(dict.fromkeys((*base.stop_token_ids, *self.format.stop_token_ids)))
-        for name in ("temperature", "top_p", "top_k"):
+        for name in ("temperature", "top_p", "top_k", "min_p"):
             asked = getattr(request, name)
             if asked is None or asked == getattr(base, name):
                 continue

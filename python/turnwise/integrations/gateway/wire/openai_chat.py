@@ -35,7 +35,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "min_p": (0,),
     "top_logprobs": (0,),
     "modalities": (["text"],),
     "add_generation_prompt": (True, False),
@@ -73,6 +72,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         max_tokens=next((limit for limit in limits if limit is not None), None),
         temperature=fields.number("temperature", 0, 2),
         top_p=fields.number("top_p", 0, 1),
+        min_p=fields.number("min_p", 0, 1),
         top_k=0 if top_k == -1 else top_k,  # -1 is vLLM's word for all tokens
         seed=fields.count("seed", -(2**63), 2**64),
         stop=fields.texts("stop"),
