@@ -139,11 +139,11 @@ def _sampling_mask(
     for entry in choice["logprobs"]["content"]:
         mass, own = 0.0, []
         for one in reader.typed(entry.get("top_logprobs") or [], list, field):
-            token, value = reader.typed(one, dict, field).get("token_id"), one.get("logprob")
+            named, value = reader.typed(one, dict, field).get("token_id"), one.get("logprob")
             if type(value) not in (int, float):
                 raise reader.wrong(f"{field}.logprob", value, "a number")
             if value > FLOOR:
-                own.append(reader.whole(token, f"{field}.token_id", 0, vocabulary - 1))
+                own.append(reader.whole(named, f"{field}.token_id", 0, vocabulary - 1))
                 mass += math.exp(min(value, 0.0))
         if abs(mass - 1) > MASS:
             raise reader.wrong(
