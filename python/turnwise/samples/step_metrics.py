@@ -19,6 +19,9 @@ SHORTENED = "shortened"
 
 NO_CHILD: Mapping[str, Any] = MappingProxyType({})
 
+COUNTS = ("gateway/", "tool_calls/")
+"""Beginnings of the metrics that count calls."""
+
 MEANS = (
     "reward",
     "raw_reward",
@@ -30,6 +33,19 @@ MEANS = (
     "teacher_kl",
 )
 """Keys that :func:`describe` reports by actor, and metrics by their names."""
+
+
+def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
+    """Return the metric ``name`` of an episode; ``None`` if the episode has none.
+
+    A name without an actor is the mean over the actors that have the metric.
+
+    Example: ``metric_value({"right/solver": 1.0, "right/checker": 0.0}, "right")`` is 0.5.
+    """
+    if name in metrics or "/" in name:
+        return metrics.get(name)
+    own = [value for key, value in metrics.items() if key.startswith(f"{name}/")]
+    return sum(own) / len(own) if own else None
 
 
 def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:

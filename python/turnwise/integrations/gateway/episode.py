@@ -27,9 +27,13 @@ Agent = Callable[[Any, Mapping[str, Model]], Awaitable[Any] | Any]
 """``agent(question, models)``: any code, ``async def`` or ``def``. It returns its reward or its result."""
 
 
-def reported_reward(extras: Mapping[str, Any]) -> dict[str, float]:
-    """Return the rewards that the agent itself reported: one number for all that were called, or one by actor."""
-    return dict(extras["rewards"])
+def reported_reward(extras: Mapping[str, Any]) -> dict[str, float] | float:
+    """Return the rewards that the agent itself reported: one number for all that were called, or one by actor.
+
+    Of an attempt that called no actor it is one number, which is a metric alone.
+    """
+    rewards = extras["rewards"]
+    return dict(rewards) if isinstance(rewards, Mapping) else float(rewards)
 
 
 class GatewayEpisode(Episode):
@@ -140,24 +144,28 @@ async def call_agent(agent: Agent, question: Any, models: Mapping[str, Model], t
 
 def read_rewards(
     result: Any, actors: Sequence[str], called: Sequence[str], paid_apart: Sequence[str] = ()
-) -> dict[str, float]:
+) -> dict[str, float] | float:
     """Return the rewards by actor that an agent reported. Raises ``ValueError`` or ``TypeError`` for anything else.
 
-    An actor that was never called needs no reward, and gets none. One whose calls are all of sub-agents with rewards of
+    An actor that was never called needs no reward, and gets none. If no actor was called, it is the mean of what the
+    agent reported. One whose calls are all of sub-agents with rewards of
     their own (``paid_apart``) needs none either, and gets the one that names it.
     """
     if isinstance(result, Mapping):
         if unknown := [name for name in result if name not in actors]:
             raise ValueError(f"the agent's reward has {unknown[0]!r}: expected some of the actors {list(actors)}")
-        if missing := [actor for actor in called if actor not in result]:
+        if missing := [actor for actor in called if actor not in result and actor not in paid_apart]:
             raise ValueError(f"the agent's reward {dict(result)!r} lacks actor {missing[0]!r}, which it called")
         rewards = {actor: result[actor] for actor in (*called, *paid_apart) if actor in result}
     else:
         rewards = dict.fromkeys(called, result)
-    for reward in rewards.values():
+    alone = list(result.values()) if isinstance(result, Mapping) else [result]
+    for reward in rewards.values() if called or paid_apart else alone:
         if isinstance(reward, complex) or not isinstance(reward, Real) or not math.isfinite(reward):
             raise TypeError(
                 f"the agent returned {str(result)[:200]!r}: expected a finite number, or one by actor. Give the "
                 "episode a rubric to score other results"
             )
+    if alone and not (called or paid_apart):
+        return float(sum(alone) / len(alone))
     return {actor: float(reward) for actor, reward in rewards.items()}

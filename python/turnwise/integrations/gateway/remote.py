@@ -59,7 +59,8 @@ class RemoteSession:
         return list(self.models)
 
     def paid_apart(self) -> list[str]:
-        return []
+        """Return all actors too: no one knows which of them the agent left alone, so none needs a reward."""
+        return list(self.models)
 
 
 class RemoteGateway(Gateway):

@@ -34,7 +34,8 @@ class GatewayOptions(OwnOptions):
     ``questions`` in the agent's module. A question is a text or a JSON object; the agent gets it as it is.
     ``actors`` are the models that the agent calls; by default ``actors`` in its module, or one called ``"agent"``.
     ``rubric`` names a Rubric as ``"module:name"``; without one the agent's result is its reward.
-    ``success_metric`` is the metric that counts as success; by default the reward of the first actor.
+    ``success_metric`` is the metric that counts as success; by default the reward, or its mean over the actors
+    that the attempt asked.
     ``timeout`` is in seconds, for each episode. ``replayable`` says that the agent's calls depend on its question and
     its answers alone; trees need that.
     """
@@ -58,7 +59,7 @@ class GatewayTask(OwnTask):
     """
 
     name = "gateway"
-    success_metric = "reported_reward/agent"
+    success_metric = "reported_reward"
     system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
     options_type = GatewayOptions
     capabilities = TaskCapabilities(credit_rule="hierarchy", credit_options={"ddof": 1})
@@ -87,7 +88,7 @@ class GatewayTask(OwnTask):
             if not isinstance(self.rubric, Rubric):
                 raise ValueError(f"task_options.rubric={options.rubric!r}: expected a Rubric, got {self.rubric!r}")
         scored = reported_reward.__name__ if self.rubric is None else self.rubric.names[0]
-        self.success_metric = options.success_metric or f"{scored}/{names[0]}"  # type: ignore[misc]
+        self.success_metric = options.success_metric or scored  # type: ignore[misc]
 
     def questions(self) -> Sequence[str]:
         return self._questions

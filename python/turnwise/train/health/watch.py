@@ -118,7 +118,13 @@ class Watch:
             self._warn(("moved", name, cause), f"policy {name!r}: an update changed no weight; {cause}")
 
     def validation(self, measured: Evaluation) -> None:
-        """Check that no actor breaks more than it fixes. The validation before any training isn't judged."""
+        """Check that no actor breaks more than it fixes, and that success is known.
+
+        Before any training no actor is judged.
+        """
+        if measured.gap:
+            text = f"the validation has no success: {measured.gap}. The curve has a gap, and nothing ends or keeps by it"
+            self._warn(("validation", measured.gap.partition(":")[0]), text, step=self._trainer.progress.step)
         for actor, made in measured.contributions.items():
             if self._trainer.progress.step and made.fixed < made.broken:
                 self._warn(
