@@ -41,11 +41,7 @@ class TaskLabels(Stage):
             task = str(rollout.facts.task)
             if task not in self.metrics or rollout.error is not None or f"{task}/{SUCCESS}" in rollout.metrics:
                 continue
-            own = {
-                name: value
-                for name, value in rollout.metrics.items()
-                if not name.startswith(COUNTS)
-            }
+            own = {name: value for name, value in rollout.metrics.items() if not name.startswith(COUNTS)}
             own |= {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
             if (success := metric_value(rollout.metrics, self.metrics[task])) is not None:
                 own[SUCCESS] = rollout.metrics[SUCCESS] = success

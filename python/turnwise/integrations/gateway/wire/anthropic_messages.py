@@ -42,11 +42,11 @@ STOP = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_token
 def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    offered = read_objects(fields.take("tools", []), "tools")
-    described = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(offered)]
-    later = [bool(tool.get("defer_loading")) for tool in offered]
+    given_tools = read_objects(fields.take("tools", []), "tools")
+    described = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given_tools)]
+    later = [bool(tool.get("defer_loading")) for tool in given_tools]
     tools = [tool for tool, waits in zip(described, later, strict=True) if not waits]
-    earlier.deferred.update((tool["function"]["name"], tool) for tool in described)
+    earlier.offered.update((tool["function"]["name"], tool) for tool in described)
     system = text_of(fields.take("system"), "system")
     given = read_objects(fields.take("messages", []), "messages")
     thread, config = fields.take("thread", {}), fields.take("output_config", {})
@@ -59,7 +59,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         new = [
             form
             for place, message in enumerate(given)
-            for form in _messages(message, f"messages[{place}]", earlier.deferred)
+            for form in _messages(message, f"messages[{place}]", earlier.offered)
         ]
         before, kept = continued(earlier, answer_id, new, "thread.previous_message_id")
         begins = before[0]["role"] == "system"
@@ -73,7 +73,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     deferred = [tool for tool, waits in zip(described, later, strict=True) if waits]
     if "tools" not in body:
         shown = [tool["function"]["name"] for tool in tools]
-        deferred = [tool for name, tool in earlier.deferred.items() if name not in shown]
+        deferred = [tool for name, tool in earlier.offered.items() if name not in shown]
     request = ParsedRequest(
         whole,
         str(fields.take("model", "")),
@@ -103,7 +103,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
 
 
-def _messages(message: Mapping[str, Any], where: str, deferred: Mapping[str, Tool]) -> Messages:
+def _messages(message: Mapping[str, Any], where: str, offered: Mapping[str, Tool]) -> Messages:
     """Return the messages that one message's blocks stand for: results of tools come before the user's text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -120,7 +120,7 @@ def _messages(message: Mapping[str, Any], where: str, deferred: Mapping[str, Too
             case "text":
                 texts.append(text_of([block], at))
             case "tool_result" if role == "user":
-                text = _result(block.get("content"), f"{at}.content", deferred)
+                text = _result(block.get("content"), f"{at}.content", offered)
                 results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text})
             case "tool_use" if role == "assistant":
                 function = {"name": block.get("name"), "arguments": block.get("input")}
@@ -135,15 +135,15 @@ def _messages(message: Mapping[str, Any], where: str, deferred: Mapping[str, Too
     return [*results, plain] if texts or not results else results
 
 
-def _result(content: Any, where: str, deferred: Mapping[str, Tool]) -> str:
+def _result(content: Any, where: str, offered: Mapping[str, Tool]) -> str:
     """Return the text of a tool's result, which shows each tool that it names."""
-    if not isinstance(content, list):
-        return text_of(content, where)
-    named = [isinstance(part, Mapping) and part.get("type") == "tool_reference" for part in content]
-    return "".join(
-        shown_tool(part.get("tool_name"), deferred, f"{where}[{place}]") if names else text_of([part], f"{where}[{place}]")
-        for place, (part, names) in enumerate(zip(content, named, strict=True))
-    )
+    parts = [
+        {"text": shown_tool(part.get("tool_name"), offered, f"{where}[{place}]")}
+        if isinstance(part, Mapping) and part.get("type") == "tool_reference"
+        else part
+        for place, part in enumerate(content if isinstance(content, list) else ())
+    ]
+    return text_of(parts or content, where)
 
 
 def _not_shown(message: Mapping[str, Any]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class Sent(list[Any]):
 class Dialect:
     """How the messages of a dialect become plain ones.
 
-    Example: ``Dialect("messages", lambda message, where, deferred: [message], never)``
+    Example: ``Dialect("messages", lambda message, where, offered: [message], never)``
     """
 
     field: str
@@ -74,9 +74,9 @@ class PlainChats:
         self,
         dialect: Dialect,
         answer_of: Callable[[Any], Message | None],
-        deferred: Mapping[str, Tool] = MappingProxyType({}),
+        offered: Mapping[str, Tool] = MappingProxyType({}),
     ) -> None:
-        self.dialect, self.answer_of, self.deferred = dialect, answer_of, deferred
+        self.dialect, self.answer_of, self.offered = dialect, answer_of, offered
         self._join = JoinParts(answer_of, dialect.neighbours, moves_results=dialect.moves_results)
         self._kept: OrderedDict[int, _Settled] = OrderedDict()
         """By the identity of the last message, as it came or as it was returned. No other messages are before it."""
@@ -181,7 +181,7 @@ class _Reading:
         forms = [
             [message]
             if self.is_converted
-            else dialect.convert(message, f"{dialect.field}[{place}]", self.chats.deferred)
+            else dialect.convert(message, f"{dialect.field}[{place}]", self.chats.offered)
             for place, message in enumerate(new, count)
         ]
         plain: Messages = []

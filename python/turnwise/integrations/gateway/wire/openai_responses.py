@@ -109,7 +109,7 @@ def _with_items(items: Sequence[Mapping[str, Any]], earlier: Earlier) -> Sequenc
     return found
 
 
-def _messages(item: Mapping[str, Any], at: str, deferred: Mapping[str, Tool] = MappingProxyType({})) -> Messages:
+def _messages(item: Mapping[str, Any], at: str, offered: Mapping[str, Tool] = MappingProxyType({})) -> Messages:
     """Return the message that an input item stands for, with the item's id."""
     return [_message(item, at)]
 

@@ -76,8 +76,8 @@ class Earlier:
     """The answers by their ids, and by those of their calls."""
     items: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """The parts of answers, in their dialect's form, by the ids under which a request may name them."""
-    deferred: dict[str, Tool] = field(default_factory=dict)
-    """The tools that a result may show by their names, as the latest request describes them."""
+    offered: dict[str, Tool] = field(default_factory=dict)
+    """The tools of the requests by their names, under which a result may show one."""
     _read: dict[Dialect, PlainChats] = field(default_factory=dict)
     _asked_for: set[str] = field(default_factory=set)
     """All ids that were looked for, found or not."""
@@ -87,7 +87,7 @@ class Earlier:
     ) -> tuple[Prefix[Message], tuple[str, ...]]:
         """Return a chat in plain messages, and what it says that no model is shown, see :meth:`PlainChats.read`."""
         if dialect not in self._read:
-            self._read[dialect] = PlainChats(dialect, self.find_answer, self.deferred)
+            self._read[dialect] = PlainChats(dialect, self.find_answer, self.offered)
         return self._read[dialect].read(messages, lead, is_converted=is_converted)
 
     def settled(self, dialect: Dialect, messages: Any) -> int:
@@ -379,10 +379,10 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> T
     return {"type": "function", "function": function}
 
 
-def shown_tool(name: Any, deferred: Mapping[str, Tool], where: str) -> str:
-    """Return the text that shows the model a deferred tool, which a result names."""
-    if (tool := deferred.get(str(name))) is None:
-        raise invalid(f"{where}.tool_name", f"got {str(name)[:80]!r}, expected a tool of the request: {[*deferred]}")
+def shown_tool(name: Any, offered: Mapping[str, Tool], where: str) -> str:
+    """Return the text that shows the model a tool that a result names."""
+    if (tool := offered.get(str(name))) is None:
+        raise invalid(f"{where}.tool_name", f"got {str(name)[:80]!r}, expected a tool of the request: {[*offered]}")
     return f"{json.dumps(tool, ensure_ascii=False)}\n"
 
 
