@@ -27,8 +27,8 @@ class OwnOptions(TaskOptions):
 class OwnTask(GeneratedTask):
     """Base of your own task, which a run's TOML selects with ``task = "module:Class"``.
 
-    Set ``name``, ``success_metric`` (a reward function, and the actor if one counts) and ``system_prompts`` (one per actor). Implement
-    :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. A question is a text or JSON data,
+    Set ``name``, ``success_metric`` (a reward function, and an actor if one alone counts) and ``system_prompts`` (one
+    per actor). Implement :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. A question is a text or JSON data,
     such as a row of a dataset. An artifact is a question that is a dict, else ``{"question": question}``; override
     :meth:`artifact` for more. A hash of its :meth:`identity` decides the split of a question, and which steps draw it.
     So no question is in two splits under two ids, and the order of the questions has no effect. They are read once.
@@ -61,8 +61,8 @@ class OwnTask(GeneratedTask):
         metric, mark, actor = self.success_metric.partition("/")
         if not metric or (mark and not actor):
             raise ValueError(
-                f"success_metric={self.success_metric!r}: expected 'function/actor', as in 'right/solver', or 'function' "
-                "for the mean over its actors"
+                f"success_metric={self.success_metric!r}: expected 'function/actor', as in 'right/solver', or "
+                "'function' for the mean over its actors"
             )
 
     @abstractmethod

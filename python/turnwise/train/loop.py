@@ -313,7 +313,7 @@ class Trainer:
             raise
 
     async def validate(self) -> dict[str, float]:
-        """Measure success on the validation questions, and remember it for ``eval.target_success`` unless it is a gap."""
+        """Measure success on the validation questions, and remember it for ``eval.target_success`` if it is known."""
         if self.validation is None or not self.validation.requests:
             return {}
         score = await self.evaluate()

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from turnwise.arena import Episode, Rubric
 from turnwise.arena.rewards.inherit import inherit_rewards
+from turnwise.arena.rewards.invalid_action import CONTEXT
 from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.inference.common.proxies import proxy_variables
@@ -54,6 +55,7 @@ class GatewayEpisode(Episode):
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
         self.gateway, self.actors, self.timeout = gateway, list(actors), timeout
+        self.on_context = gateway.settings.on_context
         self.samples_under_grammars = gateway.settings.structured == "constrained"
         self._reports = rubric is None
         self.rubric = Rubric([reported_reward]) if rubric is None else rubric
@@ -62,22 +64,34 @@ class GatewayEpisode(Episode):
         context = require_context()
         state = context.state if state is None else state
         context.state = state
+        cut = False
         async with self.gateway.session(self.actors, arena) as session:
             try:
                 result = await self.run_agent(to_python(artifact), session)
             except Exception as error:
+                cut = self.ends_at(session) and not isinstance(error, CallTimeoutError)
                 if (proxies := proxy_variables()) and not session.calls and _failed_to_connect(error):
                     host = urlsplit(session.url).hostname
                     error.add_note(
                         f"{', '.join(proxies)}: set, and no request came to the gateway. Make the agent's client when "
                         f"the agent runs, or start the run with {host} in NO_PROXY"
                     )
-                raise
+                if not cut:
+                    raise
+                result = None
+        if self.ends_at(session):
+            context.rollout.meta["ended"] = CONTEXT
         state.data["result"] = context.without_secrets(result)
         if self._reports:
-            state.data["rewards"] = read_rewards(result, self.actors, session.called(), session.paid_apart())
+            state.data["rewards"] = read_rewards(0.0 if cut else result, self.actors, session.called(), session.paid_apart())
         state.done = True
         return state
+
+    def ends_at(self, session: GatewaySession) -> bool:
+        """Return True if the attempt ends where its last prompt left no room in the context, after some answer."""
+        if self.on_context != "end" or session.full is None:
+            return False
+        return any(call.steps for one in session.walk() for call in one.calls)
 
     async def generate(self, arena: ArenaForHooks) -> GenerateResult:
         result = await super().generate(arena)

@@ -50,6 +50,7 @@ class RemoteSession:
         return child
 
     control_key = NO_KEY
+    full = None
 
     def allow_children(self) -> None:
         """Do nothing: the other server has no sub-agents, and says so."""

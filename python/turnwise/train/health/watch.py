@@ -123,7 +123,7 @@ class Watch:
         Before any training no actor is judged.
         """
         if measured.gap:
-            text = f"the validation has no success: {measured.gap}. The curve has a gap, and nothing ends or keeps by it"
+            text = f"the validation has no success, so its curve has a gap: {measured.gap}"
             self._warn(("validation", measured.gap.partition(":")[0]), text, step=self._trainer.progress.step)
         for actor, made in measured.contributions.items():
             if self._trainer.progress.step and made.fixed < made.broken:

@@ -76,6 +76,8 @@ class GatewaySession:
         self.url = ""
         self.failure: Exception | None = None
         """The error of the model or of turnwise that fails the episode."""
+        self.full: tuple[ContextLengthError, float] | None = None
+        """The refusal of a prompt that left no room, and when it came, until a later call is answered."""
         self.over = ""
         """Reason why the session takes no more calls; empty while it does."""
         self.parent = parent
@@ -201,6 +203,9 @@ class GatewaySession:
             async with self.limits.slot():
                 completed = await self.answerer.answer(endpoint, call)
             self.answered = endpoint.actor, call.turn
+            for session in (self, self.root):
+                if session.full is not None and session.full[1] < call.started:
+                    session.full = None
             return completed
         except asyncio.CancelledError:
             endpoint.counts["aborted"] += 1
@@ -210,6 +215,8 @@ class GatewaySession:
         except RecursionError as error:
             raise invalid(None, "the request is nested too deeply") from error
         except ContextLengthError as error:
+            error.actor_id = endpoint.actor
+            self.full = self.root.full = error, time.monotonic()
             raise WireError(400, "context_length_exceeded", str(error), "messages") from error
         except DeadEndError as error:
             raise WireError(400, "grammar_dead_end", str(error), form_field(call.request)) from error

@@ -32,8 +32,8 @@ class Dialect:
     field: str
     """The field of a request that holds the chat."""
     convert: Callable[[Any, str, Mapping[str, Tool]], Messages]
-    """Returns a message, found at a place of the request, in the form that ``plain_messages`` takes. The tools are those
-    that a result may show by their names."""
+    """Returns a message, found at a place of the request, in the form that ``plain_messages`` takes. The
+    tools are those that a result may show by their names."""
     neighbours: Neighbours
     """Says which parts of answers are joined, see :class:`~turnwise.chat.parts.JoinParts`."""
     moves_results: bool = False
