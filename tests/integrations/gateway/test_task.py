@@ -14,6 +14,7 @@ import pytest
 
 from turnwise.cli import main as cli
 from turnwise.run.checks import dry_run, task_of
+from turnwise.integrations.gateway.settings import MAX_TOKENS
 from turnwise.tasks import build_task
 from turnwise.tasks.base import held_out
 from turnwise.train.config.toml import ConfigError
@@ -80,6 +81,11 @@ def test_questions_from_a_file_and_from_a_function(module: str, tmp_path: Path) 
     path.write_text("{no json\n")
     with pytest.raises(ValueError, match=":1: not JSON"):
         build_task(f"gateway:{module}:agent", {"questions": str(path)})
+
+
+def test_an_answer_has_what_the_context_leaves_up_to_a_bound(module: str) -> None:
+    task: Any = build_task(f"gateway:{module}:agent", {})
+    assert {actor.max_tokens for actor in task.actors} == {MAX_TOKENS}
 
 
 def test_a_rubric_scores_what_the_agent_returns(module: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.values import problem
 
+MAX_TOKENS = 8192
+"""Tokens of an answer by default, or what the context leaves if that is less: calls of tools may write whole files."""
 DEEPEST = 64
 """Most levels of sub-agents, which are levels of nested results too."""
 

@@ -15,7 +15,7 @@ from turnwise.integrations.gateway.episode import AgentEpisode, reported_reward
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import ProcessEpisode
 from turnwise.integrations.gateway.replay import ReplayedEpisode
-from turnwise.integrations.gateway.settings import read_settings
+from turnwise.integrations.gateway.settings import MAX_TOKENS, read_settings
 from turnwise.tasks.own import OwnOptions, OwnTask, texts_in
 from turnwise.types import TaskCapabilities
 from turnwise.utils.files import PathText, read_json_lines
@@ -36,10 +36,11 @@ class GatewayOptions(OwnOptions):
     ``rubric`` names a Rubric as ``"module:name"``; without one the agent's result is its reward.
     ``success_metric`` is the metric that counts as success; by default the reward, or its mean over the actors
     that the attempt asked.
-    ``timeout`` is in seconds, for each episode. ``replayable`` says that the agent's calls depend on its question and
+    ``max_tokens`` is the limit of each answer, which the context may lower. ``timeout`` is in seconds, for each episode. ``replayable`` says that the agent's calls depend on its question and
     its answers alone; trees need that.
     """
 
+    max_tokens: int = Field(default=MAX_TOKENS, ge=1)
     name: str = ""
     gateway: dict[str, Any] = Field(default_factory=dict)
     questions: PathText = ""

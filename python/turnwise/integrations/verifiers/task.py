@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.integrations.gateway.settings import read_settings
+from turnwise.integrations.gateway.settings import MAX_TOKENS, read_settings
 from turnwise.tasks.own import OwnOptions, OwnTask
 from turnwise.tasks.questions import identity_of
 from turnwise.types import TaskCapabilities
@@ -38,6 +38,7 @@ class VerifiersOptions(OwnOptions):
     ``gateway`` has settings of :class:`~turnwise.integrations.gateway.GatewaySettings`, such as ``renderer``.
     """
 
+    max_tokens: int = Field(default=MAX_TOKENS, ge=1)
     name: str = ""
     env: dict[str, Any] = Field(default_factory=dict)
     size: int = Field(default=10_000, ge=1)
