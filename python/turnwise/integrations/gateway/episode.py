@@ -41,7 +41,8 @@ class GatewayEpisode(Episode):
     """Base of the episodes whose agent calls models through a gateway.
 
     Without ``rubric``, the agent's result is the reward: a number for all actors that it called, or one by actor. With
-    one, reward functions find the result in ``extras["result"]``, and its keys in ``extras`` if it is a dict.
+    one, reward functions find the result in ``extras["result"]``, and its keys in ``extras`` if it is a dict. Answers of
+    the ``untrained`` actors don't train, and these need no reward.
     """
 
     def __init__(
@@ -51,7 +52,11 @@ class GatewayEpisode(Episode):
         actors: Sequence[str] = ("agent",),
         rubric: Rubric | None = None,
         timeout: float = 600.0,
+        untrained: Sequence[str] = (),
     ) -> None:
+        if unknown := [actor for actor in untrained if actor not in actors]:
+            raise ValueError(f"untrained={list(untrained)!r}: {unknown[0]!r} is none of the actors {list(actors)}")
+        self.untrained = list(untrained)
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: expected seconds > 0")
         self.gateway, self.actors, self.timeout = gateway, list(actors), timeout
@@ -66,6 +71,7 @@ class GatewayEpisode(Episode):
         context.state = state
         cut = False
         async with self.gateway.session(self.actors, arena) as session:
+            session.untrained = self.untrained
             try:
                 result = await self.run_agent(to_python(artifact), session)
             except Exception as error:

@@ -33,6 +33,7 @@ class GatewayOptions(OwnOptions):
     ``questions`` names a list, or a function that returns one, as ``"module:name"``, or a JSON Lines file; by default
     ``questions`` in the agent's module. A question is a text or a JSON object; the agent gets it as it is.
     ``actors`` are the models that the agent calls; by default ``actors`` in its module, or one called ``"agent"``.
+    ``untrained`` are further ones whose answers don't train, such as one for titles.
     ``rubric`` names a Rubric as ``"module:name"``; without one the agent's result is its reward.
     ``success_metric`` is the metric that counts as success; by default the reward, or its mean over the actors
     that the attempt asked.
@@ -45,6 +46,7 @@ class GatewayOptions(OwnOptions):
     gateway: dict[str, Any] = Field(default_factory=dict)
     questions: PathText = ""
     actors: list[str] = Field(default_factory=list)
+    untrained: list[str] = Field(default_factory=list)
     rubric: str = ""
     success_metric: str = ""
     timeout: float = Field(default=600.0, gt=0)
@@ -82,7 +84,7 @@ class GatewayTask(OwnTask):
         module = self.name.partition(":")[0]
         self._questions = _questions(options.questions, module, self.is_process)
         names = list(options.actors or ([] if self.is_process else _of_module(module, "actors", [])) or ["agent"])
-        self.system_prompts = dict.fromkeys(names, "")  # type: ignore[misc]
+        self.system_prompts = dict.fromkeys((*names, *options.untrained), "")  # type: ignore[misc]
         self.rubric: Rubric | None = None
         if options.rubric:
             self.rubric = import_by_name({}, options.rubric, "task_options.rubric")
@@ -114,10 +116,13 @@ class GatewayTask(OwnTask):
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         common = {"actors": list(self.system_prompts), "rubric": self.rubric, "timeout": self.options.timeout}
         episode: Episode
+        if tree is not None and self.options.untrained:
+            raise ValueError(f"task_options.untrained={self.options.untrained!r}: expected none, as each call branches")
         if tree is not None:
             episode = self._branched(tree, common)
             episode.episode_type = self.name
             return {self.name: episode}
+        common["untrained"] = self.options.untrained
         if self.is_process:
             options = dict(self._process)
             episode = ProcessEpisode(options.pop("command"), self.gateway, **options, **common)

@@ -47,6 +47,7 @@ class Answerer:
         """Render the chat, sample the choices, and parse them."""
         request, began = call.request, time.perf_counter()
         prompt = await self.render(endpoint, request)
+        call.continues = prompt.continues
         if prompt.continues is not None:
             prompt.continues.facts.continued = True
         else:

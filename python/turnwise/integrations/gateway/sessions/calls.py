@@ -58,6 +58,8 @@ class GatewayCall:
     reused: bool = False
     """Another request, which is no retry, took the place of one whose client had left."""
     steps: list[Step] = field(default_factory=list)
+    continues: Step | None = None
+    """The answer that this chat continues, if any."""
     carries: int | None = None
     """The actor's call whose answer stands in this new chat, where it continues none."""
 

@@ -19,6 +19,7 @@ from turnwise.integrations.gateway.sessions.answering import Answerer
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt, GatewayCall, repeated_call
 from turnwise.integrations.gateway.sessions.constrained import form_field
 from turnwise.integrations.gateway.sessions.limits import AttemptLimits
+from turnwise.integrations.gateway.sessions.unrelated import count_unrelated
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.bodies import Bodies
 from turnwise.integrations.gateway.wire.request import CompletedRequest, ParsedRequest, WireError, invalid, session_over
@@ -70,6 +71,8 @@ class GatewaySession:
             actor: ActorEndpoint(actor, secrets.token_urlsafe(32), Conversations(self.format)) for actor in actors
         }
         self.context.secrets += [endpoint.key for endpoint in self.endpoints.values()]
+        self.untrained: Sequence[str] = ()
+        """Actors whose answers don't train, and which need no reward."""
         self.calls: list[GatewayCall] = []
         """All calls, in the order of their arrival."""
         self.models: dict[str, Model] = {}
@@ -231,13 +234,14 @@ class GatewaySession:
     def called(self) -> list[str]:
         """Return the actors that need a reward: those that were asked here, or in a child that takes its parent's."""
         inheriting = set(self.context.rollout.meta.get(CHILD_ACTORS, ()))
-        own = {call.actor for call in self.calls if call.steps}
-        return [actor for actor in self.endpoints if actor in own | inheriting]
+        asked = {call.actor for call in self.calls if call.steps} | inheriting
+        return [actor for actor in self.endpoints if actor in asked and actor not in self.untrained]
 
     def paid_apart(self) -> list[str]:
         """Return the other actors that sub-agents asked: each of these has a reward of its own, or has failed."""
         asked = {session.actor for session in self.walk() if session is not self and session.calls}
-        return [actor for actor in self.endpoints if actor in asked and actor not in self.called()]
+        others = {*self.called(), *self.untrained}
+        return [actor for actor in self.endpoints if actor in asked and actor not in others]
 
     # -- the end -------------------------------------------------------------------------------------------------------
     grace: ClassVar[float] = END_GRACE
@@ -272,6 +276,10 @@ class GatewaySession:
                 step.trainable = step.trainable and step.facts.continued
         if self.settings.repeats == "continued":
             self._leave_out_lost()
+        for step in (step for call in self.calls if call.actor in self.root.untrained for step in call.steps):
+            step.trainable = False
+        for actor, rows in count_unrelated(self.calls, self.root.untrained).items():
+            self.endpoints[actor].counts["unrelated_rows"] += rows
         self.keep_children()
         self.report()
 
@@ -280,6 +288,7 @@ class GatewaySession:
         self.context.children += [result for child in self.children for result in child.results()]
         if self.children and self is self.root:
             actors = [session.actor for child in self.children for session in child.inheriting()]
+            actors = [actor for actor in actors if actor not in self.untrained]
             self.context.rollout.meta[CHILD_ACTORS] = list(dict.fromkeys(actors))
 
     def _leave_out_lost(self) -> None:
