@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from turnwise.cli import main as cli
-from turnwise.run.checks import dry_run, task_of
 from turnwise.integrations.gateway.settings import MAX_TOKENS
+from turnwise.run.checks import dry_run, task_of
 from turnwise.tasks import build_task
 from turnwise.tasks.base import held_out
 from turnwise.train.config.toml import ConfigError

@@ -33,11 +33,14 @@ async def chat_of(wire, client, text, rounds=1, said=USER):
 
 @every
 @pytest.mark.parametrize(
-    ("prompts", "rows"), [([MAIN, TITLE], 1), ([TITLE, MAIN, TITLE], 2), ([MAIN, MAIN], 0), ([MAIN], 0), ([MAIN, ""], 1)]
+    ("prompts", "rows"),
+    [([MAIN, TITLE], 1), ([TITLE, MAIN, TITLE], 2), ([MAIN, MAIN], 0), ([MAIN], 0), ([MAIN, ""], 1)],
 )
 def test_chats_with_other_system_prompts_are_counted(wire, prompts, rows, monkeypatch):
     warned = []
-    monkeypatch.setattr("turnwise.integrations.gateway.sessions.unrelated.warn_once", lambda key, text: warned.append(text))
+    monkeypatch.setattr(
+        "turnwise.integrations.gateway.sessions.unrelated.warn_once", lambda key, text: warned.append(text)
+    )
 
     async def agent(seen, models):
         async with wire.client(models["solver"]) as client:

@@ -142,7 +142,9 @@ def test_calls_that_the_limit_cuts_are_told_of(make_trainer, random_batch):
         batch.metrics = {"cut_calls/first": share}
         trainer.watch.samples(batch, {"default"})
     ((_, warning),) = warnings_of(trainer)
-    assert warning.startswith("the token limit cut a call of a tool in 25% of the answers of actor 'first' that call one")
+    assert warning.startswith(
+        "the token limit cut a call of a tool in 25% of the answers of actor 'first' that call one"
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])

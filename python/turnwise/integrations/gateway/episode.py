@@ -89,7 +89,9 @@ class GatewayEpisode(Episode):
             context.rollout.meta["ended"] = CONTEXT
         state.data["result"] = context.without_secrets(result)
         if self._reports:
-            state.data["rewards"] = read_rewards(0.0 if cut else result, self.actors, session.called(), session.paid_apart())
+            state.data["rewards"] = read_rewards(
+                0.0 if cut else result, self.actors, session.called(), session.paid_apart()
+            )
         state.done = True
         return state
 

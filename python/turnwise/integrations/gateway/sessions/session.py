@@ -73,6 +73,8 @@ class GatewaySession:
         self.context.secrets += [endpoint.key for endpoint in self.endpoints.values()]
         self.untrained: Sequence[str] = ()
         """Actors whose answers don't train, and which need no reward."""
+        self.on_answer: Callable[[GatewayCall], object] = lambda call: None
+        """Called with each call that was answered, for example to show it."""
         self.calls: list[GatewayCall] = []
         """All calls, in the order of their arrival."""
         self.models: dict[str, Model] = {}
@@ -209,6 +211,7 @@ class GatewaySession:
             for session in (self, self.root):
                 if session.full is not None and session.full[1] < call.started:
                     session.full = None
+            self.on_answer(call)
             return completed
         except asyncio.CancelledError:
             endpoint.counts["aborted"] += 1
