@@ -28,9 +28,10 @@ class OwnTask(GeneratedTask):
     """Base of your own task, which a run's TOML selects with ``task = "module:Class"``.
 
     Set ``name``, ``success_metric`` (a reward function, and an actor if one alone counts) and ``system_prompts`` (one
-    per actor). Implement :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. A question is a text or JSON data,
-    such as a row of a dataset. An artifact is a question that is a dict, else ``{"question": question}``; override
-    :meth:`artifact` for more. A hash of its :meth:`identity` decides the split of a question, and which steps draw it.
+    per actor). Implement :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. A question is
+    a text or JSON data, such as a row of a dataset. An artifact is a question that is a dict, else ``{"question":
+    question}``; override :meth:`artifact` for more. A hash of its :meth:`identity` decides the split of a question, and
+    which steps draw it.
     So no question is in two splits under two ids, and the order of the questions has no effect. They are read once.
     Override :meth:`level` for a curriculum with levels. For a warm start, tournaments and baselines
     also implement :meth:`demonstrations`, :meth:`oracle` and :meth:`random_player`. Its credit rule and its seats are

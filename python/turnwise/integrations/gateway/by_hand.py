@@ -21,6 +21,11 @@ TASK = f"gateway:{__name__}:agent"
 questions = [f"by hand {number}" for number in range(64)]
 FOREVER = 10**9
 """Seconds of the attempt, and its calls: a person ends it."""
+SUMMED = tuple(
+    f"gateway/{name}"
+    for name in ("rewritten_rows", "unrelated_rows", "truncated", "tool_calls/malformed", "sampling_overridden")
+)
+"""Counts that the end shows."""
 SHOWN = 400
 """Characters of the new part of a prompt, and of an answer, that are shown."""
 
@@ -94,10 +99,10 @@ def shown(call: GatewayCall, step: Step, tokenizer: Any) -> str:
         f"call {call.turn} of {step.actor_id!r}: {len(prompt)} prompt tokens ({reused} reused), "
         f"{len(step.completion_token_ids)} sampled, {step.finish_reason}{calls}; {how}"
     )
-    texts = [
+    new, answer = (
         tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (prompt[reused:], step.completion_token_ids)
-    ]
-    return "\n".join([line, f"  prompt {_clipped(texts[0])!r}", f"  answer {_clipped(texts[1])!r}"])
+    )
+    return "\n".join([line, f"  prompt {_clipped(new)!r}", f"  answer {_clipped(answer)!r}"])
 
 
 def _clipped(text: str) -> str:
@@ -116,14 +121,9 @@ def summary(result: GenerateResult) -> str:
         left = "".join(f"; {reasons.count(reason)} not: {reason}" for reason in dict.fromkeys(reasons))
         tokens = sum(len(step.completion_token_ids) for step in rows)
         lines.append(f"{actor}: {len(rows)} of {len(own)} rows would train, with {tokens} sampled tokens{left}")
-    counts = result.rollout.metrics
-    names = ("rewritten_rows", "unrelated_rows", "truncated", "tool_calls/malformed", "sampling_overridden")
-    for name in names:
-        found = {
-            key.rpartition("/")[2]: int(value) for key, value in counts.items() if key.startswith(f"gateway/{name}/")
-        }
-        found = {actor: value for actor, value in found.items() if value and f"gateway/{name}/{actor}" in counts}
-        lines += [f"gateway/{name}/{actor} = {value}" for actor, value in found.items()]
+    for name, value in result.rollout.metrics.items():
+        if value and name.rpartition("/")[0] in SUMMED:
+            lines.append(f"{name} = {value:g}")
     return "\n".join(lines) or "no call was made"
 
 

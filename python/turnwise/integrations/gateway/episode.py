@@ -41,8 +41,8 @@ class GatewayEpisode(Episode):
     """Base of the episodes whose agent calls models through a gateway.
 
     Without ``rubric``, the agent's result is the reward: a number for all actors that it called, or one by actor. With
-    one, reward functions find the result in ``extras["result"]``, and its keys in ``extras`` if it is a dict. Answers of
-    the ``untrained`` actors don't train, and these need no reward.
+    one, reward functions find the result in ``extras["result"]``, and its keys in ``extras`` if it is a dict. Answers
+    of the ``untrained`` actors don't train, and these need no reward.
     """
 
     def __init__(

@@ -45,8 +45,8 @@ class GatewaySettings:
     """Structured output and forced calls: ``"shown"`` asks for them in the prompt; ``"constrained"`` samples only
     tokens that fit, which needs ``llguidance`` and a client that can."""
     on_context: Literal["end", "fail"] = "end"
-    """Reaction if an agent fails because a prompt left no room in the context: ``"end"`` ends the attempt there, and its
-    answers are scored and train; ``"fail"`` fails it."""
+    """Reaction if an agent fails because a prompt left no room in the context: ``"end"`` ends the attempt there, and
+    its answers are scored and train; ``"fail"`` fails it."""
     max_calls: int = 200
     """Calls of one session."""
     max_parallel: int = 32

@@ -35,10 +35,10 @@ class GatewayOptions(OwnOptions):
     ``actors`` are the models that the agent calls; by default ``actors`` in its module, or one called ``"agent"``.
     ``untrained`` are further ones whose answers don't train, such as one for titles.
     ``rubric`` names a Rubric as ``"module:name"``; without one the agent's result is its reward.
-    ``success_metric`` is the metric that counts as success; by default the reward, or its mean over the actors
-    that the attempt asked.
-    ``max_tokens`` is the limit of each answer, which the context may lower. ``timeout`` is in seconds, for each episode. ``replayable`` says that the agent's calls depend on its question and
-    its answers alone; trees need that.
+    ``success_metric`` is the metric that counts as success; by default the reward, or its mean over the actors that the
+    attempt asked. ``max_tokens`` is the limit of each answer, which the context may lower. ``timeout`` is in seconds,
+    for each episode. ``replayable`` says that the agent's calls depend on its question and its answers alone; trees
+    need that.
     """
 
     max_tokens: int = Field(default=MAX_TOKENS, ge=1)

@@ -195,8 +195,8 @@ class Watch:
         if share > MAX_CUT_CALLS:
             self._warn(
                 ("cut calls", actor),
-                f"the token limit cut a call of a tool in {share:.0%} of the answers of actor {actor!r} that call one, so "
-                "its agent never got it: raise task_options.max_tokens, rollout.max_tokens or the actor's own limit",
+                f"the token limit cut a call of a tool in {share:.0%} of the answers of actor {actor!r} that call one, "
+                "so its agent never got it: raise task_options.max_tokens, rollout.max_tokens or the actor's own limit",
             )
 
     def _warn(self, key: tuple[str, ...], text: str, step: int | None = None) -> None:

@@ -49,10 +49,10 @@ def count_unrelated(calls: Sequence[GatewayCall], untrained: Sequence[str]) -> C
         prompt = next(iter(rows))
         warn_once(
             ("unrelated chats", actor),
-            f"{rows.total()} of {sum(len(call.steps) for call in own)} rows of {actor!r} in one attempt are of chats with "
-            f"another system prompt, which no chat continues, such as {prompt[:SHOWN]!r}. They are counted as "
-            f"gateway/unrelated_rows/{actor} and get the attempt's reward: give titles, memories and the like a model name "
-            "of their own, and list it in task_options.untrained. A system prompt that changes, such as with the time, also "
-            "begins a new row with each call",
+            f"{rows.total()} of {sum(len(call.steps) for call in own)} rows of {actor!r} in one attempt are of chats "
+            f"with another system prompt, which no chat continues, such as {prompt[:SHOWN]!r}. They are counted as "
+            f"gateway/unrelated_rows/{actor} and get the attempt's reward: give titles, memories and the like a model "
+            "name of their own, and list it in task_options.untrained. A system prompt that changes, such as with the "
+            "time, also begins a new row with each call",
         )
     return counts
