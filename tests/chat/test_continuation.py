@@ -25,6 +25,10 @@ def format(request: pytest.FixtureRequest) -> ChatFormat:
     return found
 
 
+ENDS_TURNS_BY_THE_NEXT = ("glm-4.5",)
+"""Families whose answers end with the mark of the next message, so no answer follows one."""
+
+
 class Model:
     """Samples completions for tests, and keeps the chat as an agent does that only appends to it."""
 
@@ -68,7 +72,8 @@ class Model:
         self.messages.append(answer)
         calls = answer.get("tool_calls", [])
         results = [{"role": "tool", "tool_call_id": call["id"], "content": self.text()} for call in calls]
-        self.messages += results or [{"role": "user", "content": self.text()}]
+        if results or self.format.name in ENDS_TURNS_BY_THE_NEXT or self.rng.random() < 0.8:
+            self.messages += results or [{"role": "user", "content": self.text()}]
 
 
 # The whole number of chats, 200 for each family and seed, is for `make test-all`.
@@ -131,6 +136,24 @@ def test_each_kind_of_rewrite_has_its_reason(format: ChatFormat) -> None:
     assert chats.prompt(fresh, [EXAMPLE_TOOL]).rewritten == "", "a new chat is no rewrite"
     elsewhere = [*fresh, {"role": "assistant", "content": "an answer of another model"}, more]
     assert chats.prompt(elsewhere, [EXAMPLE_TOOL]).rewritten == ""
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_chat_that_ends_with_an_answer_goes_on_with_another(joins: bool) -> None:
+    """A template that wants roles in turn has no place for it: the answers become one message."""
+    tokenizer = chat_tokenizer("template")
+    if joins:
+        wants = "{% if not loop.first and m.role == loop.previtem.role %}{{ raise_exception('in turn') }}{% endif %}"
+        tokenizer.chat_template = CHATML.replace("{% for m in messages %}", "{% for m in messages %}" + wants)
+    chats, messages = Conversations(ChatFormat(tokenizer)), [{"role": "user", "content": "2 + 2"}]
+    prompt = chats.prompt(messages)
+    answer = {"role": "assistant", "content": "4"}
+    chats.add(messages, (), prompt.ids, [ord("4"), tokenizer.eos_token_id], answer)
+    longer = chats.prompt([*messages, answer])
+    begun = [*prompt.ids, ord("4"), tokenizer.eos_token_id]
+    assert (longer.reused, longer.rewritten) == ((0, "renderer") if joins else (len(begun), ""))
+    if not joins:
+        assert tokenizer.decode(longer.ids[len(begun) :]) == "\n<|im_start|>assistant\n"
 
 
 def test_a_template_that_strips_earlier_turns_cannot_be_extended() -> None:

@@ -140,7 +140,7 @@ def test_success_must_be_named():
         def episodes(self, tree=None):
             return {}
 
-    with pytest.raises(ValueError, match=r"success_metric='': expected 'function/actor'"):
+    with pytest.raises(ValueError, match=r"success_metric='': expected 'function/actor', .*, or 'function'"):
         Unmeasured()
 
 

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
-from turnwise.train.eval.evaluate import Evaluation, compare, describe, evaluate
+from turnwise.samples.step_metrics import metric_value
+from turnwise.train.eval.evaluate import Evaluation, compare, describe, evaluate, plain_evaluation
 from turnwise.train.eval.statistics import estimate
 
 
@@ -16,9 +20,15 @@ async def test_greedy_evaluation(make_trainer):
     assert trainer.arena.state_dict() == before
     # two actors, one call each: evaluation never branches
     assert first.sampled_tokens <= 2 * 2 * 6
-    # Unknown metric and nothing to average.
-    with pytest.raises(ValueError, match=r"metric='succes': expected one of .*success/first"):
-        await evaluate(trainer.arena, trainer.validation.requests, "succes")
+    # A metric that no episode has is a gap, which compares with nothing; without an actor it is that of all.
+    gap = await evaluate(trainer.arena, trainer.validation.requests, "succes")
+    assert gap.gap.startswith("metric='succes': no finished episode has it, expected one of ")
+    assert "success/first" in gap.gap and gap.unmeasured == 2 and math.isnan(gap.success) and not gap.by_task
+    assert describe(gap) == f"success unknown (2 questions): {gap.gap}" and plain_evaluation(gap)["success"] is None
+    assert compare(gap, found) is None and compare(found, gap) is None
+    team = await evaluate(trainer.arena, trainer.validation.requests, "success")
+    both = [found.metrics["success/first"], found.metrics["success/second"]]
+    assert team.success == pytest.approx(sum(both) / 2)
     with pytest.raises(ValueError, match="requests is empty: expected at least one question"):
         await evaluate(trainer.arena, [], "success")
     # Every metric and each actor's reward has an interval, and only the same questions compare.
@@ -76,3 +86,24 @@ async def test_samples_give_pass_at_k_and_questions_are_the_trials(make_trainer)
     assert found == await evaluate(trainer.arena, requests, metric, sampling, samples=3), "paired seeds"
     with pytest.raises(ValueError, match="samples=0: expected at least 1"):
         await evaluate(trainer.arena, requests, metric, samples=0)
+
+
+def test_a_metric_without_an_actor_is_the_mean_of_those_that_have_it():
+    metrics = {"right/solver": 1.0, "right/checker": 0.0, "rightly/solver": 7.0}
+    assert metric_value(metrics, "right") == 0.5 and metric_value(metrics, "right/solver") == 1.0
+    assert metric_value(metrics | {"right": 0.25}, "right") == 0.25, "its own value"
+    assert metric_value(metrics, "wrong") is None and metric_value(metrics, "right/judge") is None
+
+
+async def test_a_validation_without_the_metric_is_a_gap_that_ends_no_run(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    warned = []
+    monkeypatch.setattr(trainer.log, "warn", lambda step, text: warned.append(text))
+    known = trainer.validation.metric
+    for metric in ("success/nobody", known):
+        trainer.validation = replace(trainer.validation, metric=metric)
+        measured = await trainer.validate()
+        assert ("validation" in measured) == (metric == known)
+        assert bool(trainer.progress.evaluations) == (metric == known)
+    [text] = warned
+    assert "metric='success/nobody': no finished episode has it" in text

@@ -91,6 +91,8 @@ class ChatFormat(ChatEncoder):
     ) -> list[int] | None:
         """Return ``prompt + completion`` followed by the ``new`` messages and the generation prompt.
 
+        Without ``new`` messages another answer follows the ``completion``.
+
         ``answer`` is the message that ``completion`` was parsed into. Tokens of ``prompt`` and ``completion`` stay as
         they are; a turn that was cut off gets the template's closing token. ``None`` means that the template can't
         extend a chat: the caller must render it again.
@@ -108,6 +110,8 @@ class ChatFormat(ChatEncoder):
     ) -> list[int] | None:
         """Return what :meth:`extend` appends to ``prompt + completion``; ``None`` if the template can't extend them."""
         if self._close is None or any(message["role"] == "assistant" for message in new):
+            return None
+        if not new and self._refuses(("assistant", "assistant")):
             return None
         tail = self._tail(self._following(new, answer), tools, answer)
         if tail is None or not completion:

@@ -114,6 +114,8 @@ class KnownFormat(ChatFormat):
         answer: Message | None = None,
     ) -> list[int] | None:
         """See :meth:`ChatFormat.following`. The family's renderer closes a turn that was cut off, its reasoning too."""
+        if not new:  # the renderers take none
+            return super().following(prompt, completion, new, tools, answer)
         new = self._following(new, answer)
         tail = self._bridge(prompt, completion, new, tools)
         if tail is None and completion and completion[-1] in self.stop_token_ids:

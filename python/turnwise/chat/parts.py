@@ -86,6 +86,8 @@ class JoinParts:
             elif message["role"] != "assistant":
                 groups.append(_Group([message]))
                 known, last = {}, None
+            elif self._repeats(message, by_call):
+                continue
             else:
                 calls = call_ids(message)
                 group = None if answer is None else known.get(id(answer))
@@ -102,6 +104,14 @@ class JoinParts:
                     known[id(group.answer)] = group
                 last = group
         return [message for group in groups for message in (group.whole(), *group.results)]
+
+    def _repeats(self, message: Message, by_call: dict[str, _Group]) -> bool:
+        """True if ``message`` is a call that the chat has before and that has no result yet: it was sent again."""
+        owners = [(by_call.get(call), call) for call in call_ids(message)] if self.moves_results else []
+        return bool(owners) and all(
+            owner is not None and call not in [result.get("tool_call_id") for result in owner.results]
+            for owner, call in owners
+        )
 
     def _answers(self, messages: Messages, ids: Sequence[Any]) -> list[Message | None]:
         """Return the sampled answer of each part: that of its ids, else the one beside it that holds the part."""

@@ -354,6 +354,18 @@ COMMANDS: dict[str, Command] = {
             argument("--restarts", "restarts after crashes in a row (default: 5)", type=int, default=5),
         ),
     ),
+    "gateway": Command(
+        "serve.gateway:run",
+        "Serve a model or a run to your agent for a try by hand, and show each call and what would train.",
+        (
+            argument("model", "folder or Hugging Face Hub name of a model, or a run folder", type=expanded,
+                     metavar="MODEL|RUN_DIR"),
+            argument("--checkpoint", "of a run: newest (default), best, start, step_00000010, or a folder"),
+            repeated("--actor", "name of a model that the agent calls (default: agent, or those of the run)", "NAME"),
+            argument("--port", "port to bind (default: 0, a free one)", type=int, default=0),
+            argument("--renderer", "chat format, as gateway.renderer"),
+        ),
+    ),
     "worker": Command(
         "serve.worker:run",
         "Play episodes of a run for the process of its loop, which has the same TURNWISE_CLUSTER_KEY.",

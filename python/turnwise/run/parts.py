@@ -192,7 +192,7 @@ def _sub_team(task: SplittableTask, actors: Sequence[str]) -> tuple[SubTeam | No
     except ValueError as error:
         return None, str(error)
     measured = team.success_metric.partition("/")[2]
-    if measured not in (*actors, *capabilities_of(team, TaskCapabilities).measured):
+    if measured not in ("", *actors, *capabilities_of(team, TaskCapabilities).measured):
         raise ValueError(
             f"task {team.name!r}: with_actors({tuple(actors)!r}) gave success_metric={team.success_metric!r}, expected "
             "that of one of these actors"

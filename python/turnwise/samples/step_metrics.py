@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from turnwise.samples.collect import nodes_of
-from turnwise.types import CHILD, GenerateResult
+from turnwise.types import CHILD, OK, GenerateResult
 
 SHORTENED = "shortened"
 """Key of the info of a step whose chat was shortened to fit the context (``Episode.on_context``)."""
 
 NO_CHILD: Mapping[str, Any] = MappingProxyType({})
+
+COUNTS = ("gateway/", "tool_calls/")
+"""Beginnings of the metrics that count calls."""
 
 MEANS = (
     "reward",
@@ -25,6 +28,7 @@ MEANS = (
     "metric",
     "completion_tokens",
     "truncated",
+    "cut_calls",
     "overlong_penalty",
     "team_difference",
     "teacher_kl",
@@ -36,6 +40,19 @@ NOTED = ("team_difference", "overlong_penalty", "teacher_kl")
 """Numbers that some calls have among their facts."""
 
 _NOTED, _NOTHING = attrgetter(*(f"facts.{kind}" for kind in NOTED)), (None,) * len(NOTED)
+
+
+def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
+    """Return the metric ``name`` of an episode; ``None`` if the episode has none.
+
+    A name without an actor is the mean over the actors that have the metric.
+
+    Example: ``metric_value({"right/solver": 1.0, "right/checker": 0.0}, "right")`` is 0.5.
+    """
+    if name in metrics or "/" in name:
+        return metrics.get(name)
+    own = [value for key, value in metrics.items() if key.startswith(f"{name}/")]
+    return sum(own) / len(own) if own else None
 
 
 def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
@@ -69,7 +86,8 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     trained on or not), ``playout_tokens`` (the part of them in a tree's playouts); means ``reward/<actor>`` and
     ``metric/<name>`` over episodes without an error, where a reward that sub-agents take from their attempt counts
     once; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
-    share of calls that reached their token limit, over all calls; sums of what went wrong in episodes, such as
+    share of calls that reached their token limit, over all calls; ``cut_calls/<actor>``, of the answers that call
+    tools, the share whose last call the limit cut; sums of what went wrong in episodes, such as
     ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``shortened/<actor>``, the calls whose chat ``on_context``
     had shortened; ``ended/max_turns``, the share of finished multi-turn
     episodes that ended at ``max_turns``; ``ended/context``, the share of all finished ones that outgrew their context;
@@ -111,6 +129,9 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     for actor, rows in rows_of(actors).items():
         means["completion_tokens"][actor] = [lengths[row] for row in rows]
         means["truncated"][actor] = [ends[row] == "length" for row in rows]
+        calling = [(ends[row], calls) for row in rows if (calls := steps[row].facts.tool_calls)]
+        if calling:
+            means["cut_calls"][actor] = [end == "length" and calls[-1] != OK for end, calls in calling]
     shortened = Counter(step.actor_id for step in steps if step.info and SHORTENED in step.info)
     noted = list(map(_NOTED, steps))
     for kind, column in zip(NOTED, zip(*noted, strict=True), strict=True) if set(noted) - {_NOTHING} else ():

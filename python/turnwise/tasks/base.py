@@ -275,7 +275,7 @@ def task_problems(
                 f"success_metric={task.success_metric!r}: the rubric of episode {kind!r} has no function {function!r}; "
                 f"{did_you_mean(function, rubric.names)}"
             )
-        elif measured and type(rubric) is Rubric and measured_actor not in known:
+        elif measured and type(rubric) is Rubric and measured_actor not in ("", *known):
             problems.append(
                 f"success_metric={task.success_metric!r}: {measured_actor!r} is no actor of the task, nor in its "
                 f"capabilities.measured; {did_you_mean(measured_actor, known)}"

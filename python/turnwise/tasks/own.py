@@ -27,10 +27,11 @@ class OwnOptions(TaskOptions):
 class OwnTask(GeneratedTask):
     """Base of your own task, which a run's TOML selects with ``task = "module:Class"``.
 
-    Set ``name``, ``success_metric`` (a reward function and an actor) and ``system_prompts`` (one per actor). Implement
-    :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. A question is a text or JSON data,
-    such as a row of a dataset. An artifact is a question that is a dict, else ``{"question": question}``; override
-    :meth:`artifact` for more. A hash of its :meth:`identity` decides the split of a question, and which steps draw it.
+    Set ``name``, ``success_metric`` (a reward function, and an actor if one alone counts) and ``system_prompts`` (one
+    per actor). Implement :meth:`questions` and :meth:`episodes`, whose main episode has the task's name. A question is
+    a text or JSON data, such as a row of a dataset. An artifact is a question that is a dict, else ``{"question":
+    question}``; override :meth:`artifact` for more. A hash of its :meth:`identity` decides the split of a question, and
+    which steps draw it.
     So no question is in two splits under two ids, and the order of the questions has no effect. They are read once.
     Override :meth:`level` for a curriculum with levels. For a warm start, tournaments and baselines
     also implement :meth:`demonstrations`, :meth:`oracle` and :meth:`random_player`. Its credit rule and its seats are
@@ -58,9 +59,12 @@ class OwnTask(GeneratedTask):
         for attribute, expected in (("name", "a name"), ("system_prompts", "a prompt, or '', by actor")):
             if not getattr(self, attribute, None):
                 raise ValueError(f"{type(self).__name__}.{attribute}: expected {expected}")
-        metric, _, actor = self.success_metric.partition("/")
-        if not metric or not actor:
-            raise ValueError(f"success_metric={self.success_metric!r}: expected 'function/actor', as in 'right/solver'")
+        metric, mark, actor = self.success_metric.partition("/")
+        if not metric or (mark and not actor):
+            raise ValueError(
+                f"success_metric={self.success_metric!r}: expected 'function/actor', as in 'right/solver', or "
+                "'function' for the mean over its actors"
+            )
 
     @abstractmethod
     def questions(self) -> Sequence[Any]:

@@ -313,16 +313,19 @@ class Trainer:
             raise
 
     async def validate(self) -> dict[str, float]:
-        """Measure success on the validation questions, and remember it for ``eval.target_success``."""
+        """Measure success on the validation questions, and remember it for ``eval.target_success`` if it is known."""
         if self.validation is None or not self.validation.requests:
             return {}
         score = await self.evaluate()
         additions = await ablate(self.arena, self.validation.requests, score, self.validation.ablations)
         self.client_metrics.take()  # validation doesn't count as the step's sampling
-        self.progress.evaluations[str(self.progress.step)] = score.success
         self.watch.validation(score)
         added = {name: one.mean for name, one in score.by_task.items()} | addition_metrics(score, additions)
-        return {"validation": score.success, **{f"validation/{name}": value for name, value in added.items()}}
+        of_parts = {f"validation/{name}": value for name, value in added.items()}
+        if score.gap:
+            return of_parts
+        self.progress.evaluations[str(self.progress.step)] = score.success
+        return {"validation": score.success, **of_parts}
 
     async def validate_missing(self) -> None:
         """Make and log a validation that the present step should have but lacks: at the start, or after a resume.

@@ -24,7 +24,7 @@ async def headless(question, models, *options):
         process = await asyncio.create_subprocess_exec(
             PROGRAM,
             *("-p", question["text"], "--model", model.name, "--output-format", "json"),
-            *("--allowedTools", "Bash", *options),
+            *("--allowedTools", "Bash,ToolSearch", *options),
             cwd=folder,
             env={
                 "PATH": os.environ["PATH"],
@@ -46,6 +46,11 @@ async def print_mode(question, models):
     return float(question["answer"] in (await headless(question, models))["result"])
 
 
+async def tool_search(question, models):
+    """Its own search loads tools that the prompt doesn't begin with."""
+    return await print_mode(question, models)
+
+
 async def json_schema(question, models):
     schema = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
     result = await headless(question, models, "--json-schema", json.dumps(schema))
@@ -55,8 +60,17 @@ async def json_schema(question, models):
 BASH = call_of("Bash", '{"command": "echo sum=$$(($a + $b))", "description": "Add"}')
 
 
+SEARCH = call_of("ToolSearch", '{"query": "select:WebFetch", "max_results": 1}')
+
+
 @cases(
     Case(print_mode, [BASH, "It is $sum."], {"agent": "`claude -p`", "tool": "bash"}, shown="sum=$sum"),
+    Case(
+        tool_search,
+        [SEARCH, BASH, "It is $sum."],
+        {"agent": "`ToolSearch`", "tool": "bash"},
+        shown='"name": "WebFetch"',
+    ),
     Case(
         json_schema,
         [BASH, call_of("StructuredOutput", '{"total": $sum}')],

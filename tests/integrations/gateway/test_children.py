@@ -257,7 +257,8 @@ def test_child_whose_exception_the_agent_does_not_catch_fails_the_attempt_and_al
     assert not collect_samples(played.results)
 
 
-def test_child_that_outgrows_its_context_is_left_to_its_agent():
+@pytest.mark.parametrize("on_context", ["end", "fail"])
+def test_child_that_outgrows_its_context_is_left_to_its_agent(on_context):
     async def agent(seen, models):
         async def sub_agent(text):
             async with models["worker"].child() as worker:
@@ -266,10 +267,11 @@ def test_child_that_outgrows_its_context_is_left_to_its_agent():
 
         seen += await asyncio.gather(sub_agent("x " * 300), sub_agent("short"), return_exceptions=True)
 
-    played = play(agent, ["a"], actors=TEAM, arena_options={"max_context": 200})
+    played = play(agent, ["a"], actors=TEAM, arena_options={"max_context": 200}, on_context=on_context)
     assert isinstance(played.seen[0], openai.BadRequestError)
     assert played.seen[0].code == "context_length_exceeded"
-    assert [row[4] for row in family(played)] == ["failed", 1.0]
+    assert [row[4] for row in family(played)] == [1.0 if on_context == "end" else "failed", 1.0]
+    assert played.metrics["gateway/children_failed/worker"] == (on_context == "fail")
     assert played.metrics["gateway/refused/context_length_exceeded/worker"] == 1
 
 

@@ -11,10 +11,25 @@ from turnwise.arena.runtime import watch
 from turnwise.arena.stages.mixed_prompts import mixed_prompts
 from turnwise.credit import ATGRPOCredit
 from turnwise.samples.collect import collect_samples
+from turnwise.samples.step_metrics import describe
 from turnwise.types import Actor, Sampling
 
 from .helpers import ADD, LOGPROBS, USER, call_of, play
 from .wires import Chat, Responses, asked, every
+
+
+def test_a_call_that_the_limit_cuts_is_counted():
+    async def agent(seen, models):
+        async with Chat.client(models["solver"]) as client:
+            for limit in (20, 200, 200, 200):
+                answer = await Chat.ask(client, tools=Chat.tools, max_tokens=limit)
+                seen.append((Chat.reason(answer), len(Chat.calls(answer))))
+
+    call = call_of("add", '{"a": 2, "b": 2}')
+    played = play(agent, [call, call, call + "so", "x" * 300])
+    assert played.seen == [("length", 0), ("tool_calls", 1), ("tool_calls", 1), ("length", 0)]
+    assert [step.facts.tool_calls for step in played.steps] == [["unclosed_block"], ["ok"], ["ok"], None]
+    assert describe(played.results)["cut_calls/solver"] == pytest.approx(1 / 3)
 
 
 def test_log_probabilities_are_those_of_the_step():

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from .helpers import USER, call_of, play
-from .wires import Chat, Messages, Responses
+from .wires import Chat, Messages, Responses, refusal
 
 SAID = "<think>\nHm.\n</think>\n\nI add." + call_of("add", '{"a": 2, "b": 2}') + call_of("add", '{"a": 3, "b": 3}')
 """An answer with reasoning, text and two calls."""
@@ -187,3 +187,95 @@ def test_what_the_agent_wrote_itself_and_changed_answers_stay_apart(wire):
     assert (edited.info.get("rewritten"), own.info.get("rewritten")) == ("history", None)
     assert "I subtract." in played.text(edited.prompt_token_ids)
     assert own.info["extends"] == 0, "the content decides, not the ids"
+
+
+# -- items that a client names by their ids ----------------------------------------------------------------------------
+def by_id(answer):
+    return [{"type": "item_reference", "id": item.id} for item in answer.output]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_items_by_their_ids_are_the_answer(streamed):
+    async def agent(seen, models):
+        async with Responses.client(models["solver"]) as client:
+            ask = Responses.streamed if streamed else Responses.ask
+            first = await ask(client, tools=Responses.tools, store=True)
+            assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
+            results = Responses.results({call: f"result of {call}" for call, _ in Responses.calls(first)})
+            for named in (by_id(first), [{"id": item.id} for item in first.output], Responses.sent_back(first)):
+                chat = [*USER, *named, *results]
+                second = await ask(client, messages=chat, tools=Responses.tools)
+            await ask(client, messages=[*chat, *by_id(second), *USER], tools=Responses.tools)
+
+    played = play(agent, [SAID, "so"])
+    *same, last = played.steps[1:]
+    assert len({tuple(step.prompt_token_ids) for step in same}) == 1
+    assert [step.info.get("extends") for step in played.steps] == [None, 0, 0, 0, 3]
+    assert list(last.prompt_token_ids[: len(same[0].prompt_token_ids)]) == list(same[0].prompt_token_ids)
+
+
+def test_an_item_that_no_answer_had_is_refused():
+    async def agent(seen, models):
+        async with Responses.client(models["solver"]) as client:
+            first = await Responses.ask(client)
+            for name in (f"msg_{'x' * 9}", f"rs_{first.output[0].id.partition('_')[2]}"):
+                seen.append(
+                    await refusal(
+                        Responses,
+                        Responses.ask(client, messages=[*USER, {"type": "item_reference", "id": name}]),
+                        400,
+                        "BadRequestError",
+                    )
+                )
+
+    played = play(agent, ["4"])
+    assert all("input[1].id: no item" in str(error) for error in played.seen)
+    assert played.metrics["gateway/refused/item_not_found/solver"] == 2
+
+
+# -- results that stand elsewhere --------------------------------------------------------------------------------------
+STEER = {"role": "user", "content": "Hurry up."}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_messages_between_calls_and_results_follow_the_results(stored):
+    """The user steers while tools run, or the client sends its chat again with the id of the answer."""
+
+    async def agent(seen, models):
+        async with Responses.client(models["solver"]) as client:
+            first = await Responses.ask(client, tools=Responses.tools)
+            one, two = Responses.results({call: f"result of {call}" for call, _ in Responses.calls(first)})
+            begun = [] if stored else [*USER, *Responses.sent_back(first)]
+            again = Responses.sent_back(first)[-1:] if stored else []
+            named = {"previous_response_id": first.id} if stored else {}
+            between = [[STEER, STEER], [*USER, *again, STEER]]
+            for messages in between:
+                for results in ([*messages, one, two], [one, *messages, two]):
+                    chat = [*begun, *results]
+                    answer = await Responses.ask(client, messages=chat, tools=Responses.tools, **named)
+                    more = [*chat, *Responses.sent_back(answer), STEER]
+                    await Responses.ask(client, messages=more, tools=Responses.tools, **named)
+
+    played = play(agent, [SAID, "so"], max_calls=100)
+    assert played.metrics["gateway/rewritten_rows/solver"] == 0
+    begun, *later = played.steps
+    seen = [*begun.prompt_token_ids, *begun.completion_token_ids]
+    assert len(later) == 8
+    for step in later:
+        text = played.text(step.prompt_token_ids[len(seen) :])
+        assert list(step.prompt_token_ids[: len(seen)]) == seen
+        assert 0 < text.find("result of") < text.rfind("result of") < text.find("Hurry up")
+    assert [step.info.get("extends") is not None for step in later] == [True] * 8
+
+
+def test_a_call_without_a_result_is_refused_wherever_it_stands():
+    async def agent(seen, models):
+        async with Responses.client(models["solver"]) as client:
+            first = await Responses.ask(client, tools=Responses.tools)
+            one, two = Responses.results({call: "x" for call, _ in Responses.calls(first)})
+            for chat in ([STEER, one, STEER], [STEER, STEER, two]):
+                whole = [*USER, *Responses.sent_back(first), *chat]
+                call = Responses.ask(client, messages=whole, tools=Responses.tools)
+                seen.append(await refusal(Responses, call, 400, "BadRequestError"))
+
+    assert all("no result for" in str(error) for error in play(agent, [SAID]).seen)

@@ -157,7 +157,7 @@ async def test_a_limit_of_turns_ends_the_run_and_it_is_scored():
 def test_task_names_its_actors_splits_and_texts():
     task = build_task("verifiers:team_env")
     assert [actor.id for actor in task.actors] == ["solver", "checker"]
-    assert task.success_metric == "reported_reward/solver"
+    assert task.success_metric == "reported_reward"
     assert len(task.questions()) == 36
     train, held_out = task.requests(0, 20, 2), task.eval_requests("eval", 1)
     assert {request.artifact["key"] for request in train}.isdisjoint(request.artifact["key"] for request in held_out)

@@ -136,6 +136,17 @@ def test_an_actor_that_is_always_cut_off_is_told_of(make_trainer, random_batch):
     assert warning.startswith("95% of the completions of actor 'first' ran into their token limit")
 
 
+def test_calls_that_the_limit_cuts_are_told_of(make_trainer, random_batch):
+    trainer, batch = make_trainer(), random_batch(0, 9)
+    for share in (0.1, 0.25, 0.5):
+        batch.metrics = {"cut_calls/first": share}
+        trainer.watch.samples(batch, {"default"})
+    ((_, warning),) = warnings_of(trainer)
+    assert warning.startswith(
+        "the token limit cut a call of a tool in 25% of the answers of actor 'first' that call one"
+    )
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_move_that_was_cut_off_loses_and_trains_as_lost(tmp_path, seed):
     """An untrained model is cut off in nearly every move, and an unreadable move loses the game. It once trained on

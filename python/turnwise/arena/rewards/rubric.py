@@ -231,7 +231,10 @@ class Rubric:
         name, weight = self.names[index], self.weights[index]
         if self.own:  # without an own part there is nothing to mix
             weight *= mix.weights[index in self.own]
-        for actor, (reward, tokens) in _by_actor(name, value, rollout).items():
+        by_actor = _by_actor(name, value, rollout)
+        if not by_actor and not isinstance(value, Mapping) and not is_by_token(value):
+            score.metrics[name] = check_reward(value, f"reward function {name!r}")  # no actor was asked
+        for actor, (reward, tokens) in by_actor.items():
             score.metrics[f"{name}/{actor}"] = reward
             if weight:
                 total = score.rewards.get(actor, 0.0) + weight * reward

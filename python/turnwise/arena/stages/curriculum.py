@@ -20,6 +20,7 @@ from turnwise.arena.stores.contents import UNKNOWN
 from turnwise.arena.stores.indexes import IndexedPool
 from turnwise.arena.stores.question_rates import QuestionIndex, QuestionRates
 from turnwise.arena.stores.sampling import SMALL, AttemptStats, Learnability, WeightedPool
+from turnwise.samples.step_metrics import metric_value
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout
 from turnwise.types.facts import Question
 from turnwise.utils.values import problem
@@ -179,8 +180,8 @@ class Curriculum:
         return self._describe(list(drawn.values()))
 
     def _success(self, rollout: Rollout, judge: Callable[[Rollout], tuple[float, float]]) -> float:
-        value = rollout.metrics[self.metric] if self.metric in rollout.metrics else judge(rollout)[1]
-        return min(max(float(value), 0.0), 1.0)
+        value = metric_value(rollout.metrics, self.metric)
+        return min(max(float(judge(rollout)[1] if value is None else value), 0.0), 1.0)
 
     def _describe(self, drawn: Sequence[float]) -> dict[str, float]:
         """Count the questions by what is known of them. ``drawn`` are the solve rates when the batch was drawn."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from turnwise.arena.stages.stage import RunParts, Stage
+from turnwise.samples.step_metrics import COUNTS, metric_value
 from turnwise.types import GenerateResult, Sample
 
 SUCCESS = "success"
@@ -40,14 +41,10 @@ class TaskLabels(Stage):
             task = str(rollout.facts.task)
             if task not in self.metrics or rollout.error is not None or f"{task}/{SUCCESS}" in rollout.metrics:
                 continue
-            own = {
-                name: value
-                for name, value in rollout.metrics.items()
-                if not name.startswith(("gateway/", "tool_calls/"))
-            }
+            own = {name: value for name, value in rollout.metrics.items() if not name.startswith(COUNTS)}
             own |= {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
-            if self.metrics[task] in rollout.metrics:
-                own[SUCCESS] = rollout.metrics[SUCCESS] = rollout.metrics[self.metrics[task]]
+            if (success := metric_value(rollout.metrics, self.metrics[task])) is not None:
+                own[SUCCESS] = rollout.metrics[SUCCESS] = success
             rollout.metrics |= {f"{task}/{name}": value for name, value in own.items()}
 
     def selected(self, arena: Any, results: Sequence[GenerateResult], samples: Sequence[Sample]) -> Mapping[str, float]:

@@ -172,9 +172,9 @@ def render(measured: MeasuredCheckpoint) -> str:
     """Show each checkpoint with its pass@k, metrics, rewards and contributions; then the difference of two."""
     lines = _lines(measured.checkpoint, measured.evaluation)
     lines += contribution_table(measured.evaluation, measured.additions)
-    if measured.other is not None and measured.difference is not None:
-        paired = measured.difference
+    if measured.other is not None:
         lines += _lines(str(measured.against), measured.other)
+    if (paired := measured.difference) is not None:
         lines.append(
             f"{measured.checkpoint} against {measured.against}: success {paired.difference.mean:+.1%} "
             f"({_interval(paired.difference, percent=True)}, {paired.difference.method}; "
@@ -210,7 +210,7 @@ def contribution_table(team: Evaluation, additions: Sequence[Addition]) -> list[
 
 def _ablated(addition: Addition) -> list[str]:
     without, alone = (
-        "-" if played is None else f"{played.success:.1%} ({played.low:.1%} to {played.high:.1%})"
+        "-" if played is None or played.gap else f"{played.success:.1%} ({played.low:.1%} to {played.high:.1%})"
         for played in (addition.without, addition.alone)
     )
     if addition.difference is None:

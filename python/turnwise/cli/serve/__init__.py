@@ -1,5 +1,5 @@
 """The commands that serve until they are stopped: models, a run's actors, and workers of a run.
 
-Read in this order: serve, worker.
-May import: cli, utils, tasks, inference, train, run, workers, integrations.
+Read in this order: serve, gateway, worker.
+May import: cli, types, utils, tasks, inference, train, run, workers, integrations.
 """

@@ -50,16 +50,19 @@ class RemoteSession:
         return child
 
     control_key = NO_KEY
+    full = None
+    untrained: Sequence[str] = ()
 
     def allow_children(self) -> None:
         """Do nothing: the other server has no sub-agents, and says so."""
 
     def called(self) -> list[str]:
         """Return all actors, as the calls go elsewhere; a reward for each is expected."""
-        return list(self.models)
+        return [actor for actor in self.models if actor not in self.untrained]
 
     def paid_apart(self) -> list[str]:
-        return []
+        """Return all actors too: no one knows which of them the agent left alone, so none needs a reward."""
+        return self.called()
 
 
 class RemoteGateway(Gateway):

@@ -16,9 +16,9 @@ from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.models import ChildModel
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt, GatewayCall
 from turnwise.integrations.gateway.sessions.session import GatewaySession
-from turnwise.integrations.gateway.wire.request import CompletedRequest, ParsedRequest, unsupported
+from turnwise.integrations.gateway.wire.request import CompletedRequest, ParsedRequest, WireError, unsupported
 from turnwise.state import to_python
-from turnwise.types import EpisodeState, Messages, ModelResponse
+from turnwise.types import ContextLengthError, EpisodeState, Messages, ModelResponse
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import name_of
 
@@ -120,6 +120,7 @@ class ReplayedEpisode(MultiTurnEpisode):
                 "gateway.structured='constrained': expected 'shown', as replayed agents sample without grammars"
             )
         super().__init__(sampler=sampler, max_turns=gateway.settings.max_calls)
+        self.on_context = gateway.settings.on_context
         self.agent, self.gateway, self.actors, self.timeout = agent, gateway, list(actors), timeout
         self._reports = rubric is None
         self.rubric = Rubric([reported_reward]) if rubric is None else rubric
@@ -154,7 +155,12 @@ class ReplayedEpisode(MultiTurnEpisode):
             )
         call = session.start(endpoint, dataclasses.replace(request, turn=turn), None)
         assert call.task is not None
-        completed = await call.task
+        try:
+            completed = await call.task
+        except WireError as error:  # no agent sees it: the tree ends this branch
+            if isinstance(error.__cause__, ContextLengthError):
+                raise error.__cause__ from None
+            raise
         session.report()
         [choice] = completed.choices
         answer = RecordedAnswer(actor, request, completed, tuple(choice.response.prompt_token_ids))
@@ -168,11 +174,12 @@ class ReplayedEpisode(MultiTurnEpisode):
         return self._pending(state)[0]
 
     def get_extras(self, state: EpisodeState) -> dict[str, Any]:
-        result = to_python(state.data)["result"]
+        data = to_python(state.data)
+        cut, result = "result" not in data, data.get("result")
         extras = {**(result if isinstance(result, dict) else {}), "result": result}
         if self._reports:
             called = [answer.actor for answer in state.data["record"]]
-            extras["rewards"] = read_rewards(result, self.actors, list(dict.fromkeys(called)))
+            extras["rewards"] = read_rewards(0.0 if cut else result, self.actors, list(dict.fromkeys(called)))
         return extras
 
     async def _run_on(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> None:

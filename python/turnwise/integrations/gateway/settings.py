@@ -9,6 +9,8 @@ from typing import Any, Literal
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.values import problem
 
+MAX_TOKENS = 8192
+"""Tokens of an answer by default, or what the context leaves if that is less: calls of tools may write whole files."""
 DEEPEST = 64
 """Most levels of sub-agents, which are levels of nested results too."""
 
@@ -42,6 +44,9 @@ class GatewaySettings:
     structured: Literal["shown", "constrained"] = "shown"
     """Structured output and forced calls: ``"shown"`` asks for them in the prompt; ``"constrained"`` samples only
     tokens that fit, which needs ``llguidance`` and a client that can."""
+    on_context: Literal["end", "fail"] = "end"
+    """Reaction if an agent fails because a prompt left no room in the context: ``"end"`` ends the attempt there, and
+    its answers are scored and train; ``"fail"`` fails it."""
     max_calls: int = 200
     """Calls of one session."""
     max_parallel: int = 32
@@ -71,7 +76,7 @@ class GatewaySettings:
         if isinstance(self.allowed_hosts, str):
             raise ValueError(f"allowed_hosts={self.allowed_hosts!r}: expected a list of names")
         modes = {"sampling": ("actor", "agent"), "choices": ("all", "continued"), "repeats": ("continued", "all")}
-        modes["structured"] = ("shown", "constrained")
+        modes |= {"structured": ("shown", "constrained"), "on_context": ("end", "fail")}
         for name, values in modes.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {values}")

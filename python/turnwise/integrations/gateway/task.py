@@ -15,7 +15,7 @@ from turnwise.integrations.gateway.episode import AgentEpisode, reported_reward
 from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import ProcessEpisode
 from turnwise.integrations.gateway.replay import ReplayedEpisode
-from turnwise.integrations.gateway.settings import read_settings
+from turnwise.integrations.gateway.settings import MAX_TOKENS, read_settings
 from turnwise.tasks.own import OwnOptions, OwnTask, texts_in
 from turnwise.types import TaskCapabilities
 from turnwise.utils.files import PathText, read_json_lines
@@ -33,16 +33,20 @@ class GatewayOptions(OwnOptions):
     ``questions`` names a list, or a function that returns one, as ``"module:name"``, or a JSON Lines file; by default
     ``questions`` in the agent's module. A question is a text or a JSON object; the agent gets it as it is.
     ``actors`` are the models that the agent calls; by default ``actors`` in its module, or one called ``"agent"``.
+    ``untrained`` are further ones whose answers don't train, such as one for titles.
     ``rubric`` names a Rubric as ``"module:name"``; without one the agent's result is its reward.
-    ``success_metric`` is the metric that counts as success; by default the reward of the first actor.
-    ``timeout`` is in seconds, for each episode. ``replayable`` says that the agent's calls depend on its question and
-    its answers alone; trees need that.
+    ``success_metric`` is the metric that counts as success; by default the reward, or its mean over the actors that the
+    attempt asked. ``max_tokens`` is the limit of each answer, which the context may lower. ``timeout`` is in seconds,
+    for each episode. ``replayable`` says that the agent's calls depend on its question and its answers alone; trees
+    need that.
     """
 
+    max_tokens: int = Field(default=MAX_TOKENS, ge=1)
     name: str = ""
     gateway: dict[str, Any] = Field(default_factory=dict)
     questions: PathText = ""
     actors: list[str] = Field(default_factory=list)
+    untrained: list[str] = Field(default_factory=list)
     rubric: str = ""
     success_metric: str = ""
     timeout: float = Field(default=600.0, gt=0)
@@ -58,7 +62,7 @@ class GatewayTask(OwnTask):
     """
 
     name = "gateway"
-    success_metric = "reported_reward/agent"
+    success_metric = "reported_reward"
     system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
     options_type = GatewayOptions
     capabilities = TaskCapabilities(credit_rule="hierarchy", credit_options={"ddof": 1})
@@ -80,14 +84,14 @@ class GatewayTask(OwnTask):
         module = self.name.partition(":")[0]
         self._questions = _questions(options.questions, module, self.is_process)
         names = list(options.actors or ([] if self.is_process else _of_module(module, "actors", [])) or ["agent"])
-        self.system_prompts = dict.fromkeys(names, "")  # type: ignore[misc]
+        self.system_prompts = dict.fromkeys((*names, *options.untrained), "")  # type: ignore[misc]
         self.rubric: Rubric | None = None
         if options.rubric:
             self.rubric = import_by_name({}, options.rubric, "task_options.rubric")
             if not isinstance(self.rubric, Rubric):
                 raise ValueError(f"task_options.rubric={options.rubric!r}: expected a Rubric, got {self.rubric!r}")
         scored = reported_reward.__name__ if self.rubric is None else self.rubric.names[0]
-        self.success_metric = options.success_metric or f"{scored}/{names[0]}"  # type: ignore[misc]
+        self.success_metric = options.success_metric or scored  # type: ignore[misc]
 
     def questions(self) -> Sequence[str]:
         return self._questions
@@ -112,10 +116,13 @@ class GatewayTask(OwnTask):
     def episodes(self, tree: TreeSampler | None = None) -> dict[str, Episode]:
         common = {"actors": list(self.system_prompts), "rubric": self.rubric, "timeout": self.options.timeout}
         episode: Episode
+        if tree is not None and self.options.untrained:
+            raise ValueError(f"task_options.untrained={self.options.untrained!r}: expected none, as each call branches")
         if tree is not None:
             episode = self._branched(tree, common)
             episode.episode_type = self.name
             return {self.name: episode}
+        common["untrained"] = self.options.untrained
         if self.is_process:
             options = dict(self._process)
             episode = ProcessEpisode(options.pop("command"), self.gateway, **options, **common)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from turnwise.arena import Episode, TreeSampler
-from turnwise.integrations.gateway.settings import read_settings
+from turnwise.integrations.gateway.settings import MAX_TOKENS, read_settings
 from turnwise.tasks.own import OwnOptions, OwnTask
 from turnwise.tasks.questions import identity_of
 from turnwise.types import TaskCapabilities
@@ -34,10 +34,11 @@ class VerifiersOptions(OwnOptions):
     ``name`` is a taskset, as ``--env.taskset.id`` of verifiers names it, or a function ``"module:function"`` that
     returns an ``Env`` or an ``EnvConfig``. ``env`` is verifiers' own table ``[env]``, or the function's arguments.
     ``size`` is the number of tasks to read, from which all splits are drawn. ``success_metric`` is the metric that
-    counts as success; by default the reward of the first agent. ``timeout`` is in seconds, for each episode.
+    counts as success; by default the mean of the agents' rewards. ``timeout`` is in seconds, for each episode.
     ``gateway`` has settings of :class:`~turnwise.integrations.gateway.GatewaySettings`, such as ``renderer``.
     """
 
+    max_tokens: int = Field(default=MAX_TOKENS, ge=1)
     name: str = ""
     env: dict[str, Any] = Field(default_factory=dict)
     size: int = Field(default=10_000, ge=1)
@@ -54,7 +55,7 @@ class VerifiersTask(OwnTask):
     """
 
     name = "verifiers"
-    success_metric = "reported_reward/agent"
+    success_metric = "reported_reward"
     system_prompts: ClassVar[dict[str, str]] = {"agent": ""}
     options_type = VerifiersOptions
     capabilities = TaskCapabilities(credit_rule="hierarchy", credit_options={"ddof": 1})
@@ -74,7 +75,7 @@ class VerifiersTask(OwnTask):
             raise ValueError(f"task='verifiers:{self.name}': its taskset is empty")
         names = _actors(self.env)
         self.system_prompts = dict.fromkeys(names, "")  # type: ignore[misc]
-        self.success_metric = options.success_metric or f"reported_reward/{names[0]}"  # type: ignore[misc]
+        self.success_metric = options.success_metric or "reported_reward"  # type: ignore[misc]
 
     def questions(self) -> Sequence[str]:
         """The keys of all tasks; equal tasks count once."""

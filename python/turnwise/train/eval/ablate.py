@@ -103,6 +103,6 @@ def addition_metrics(team: Evaluation, additions: Sequence[Addition] = ()) -> di
         metrics |= {f"{actor}/{name}": value for name, value in (counts | made.rates()).items()}
     for addition in additions:
         for name, played in (("without", addition.without), ("alone", addition.alone)):
-            if played is not None:
+            if played is not None and not played.gap:
                 metrics[f"{addition.actor}/{name}"] = played.success
     return metrics

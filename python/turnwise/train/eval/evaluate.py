@@ -12,7 +12,7 @@ import numpy as np
 
 from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
-from turnwise.samples.step_metrics import with_zero_counts
+from turnwise.samples.step_metrics import COUNTS, metric_value, with_zero_counts
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Sampling
 
@@ -29,6 +29,9 @@ class Evaluation:
     it changed, fixed and broke the answers that it was handed, over the finished episodes; only actors that were handed
     an answer (``MultiTurnEpisode.team_answer``) are in it. ``by_task`` has the success of each task of a run with
     several.
+
+    ``unmeasured`` counts the finished episodes without the metric: they count as 0 beside others that have it. If none
+    has it, ``gap`` says so, ``success`` and ``values`` are NaN, and there is no interval.
     """
 
     success: float
@@ -45,14 +48,19 @@ class Evaluation:
     clusters: list[Hashable] = field(default_factory=list, repr=False)
     contributions: dict[str, Contribution] = field(default_factory=dict)
     by_task: dict[str, Estimate] = field(default_factory=dict)
+    unmeasured: int = 0
+    gap: str = ""
 
 
 def describe(result: Evaluation) -> str:
     """Return a line such as ``success 91.0% (95% interval 86.2–94.3%, 200 questions)``."""
     failed = f", {result.failed} failed" if result.failed else ""
+    failed += f", {result.unmeasured} without the metric" if result.unmeasured and not result.gap else ""
     each = f", {result.samples} samples of each" if result.samples > 1 else ""
     count = result.episodes // result.samples
     questions = f"{count} question{'s' * (count != 1)}{each}{failed}"
+    if result.gap:
+        return f"success unknown ({questions}): {result.gap}"
     if not math.isfinite(result.low + result.high):
         return f"success {result.success:.1%} ({questions}: no 95% interval)"
     return f"success {result.success:.1%} (95% interval {result.low:.1%}–{result.high:.1%}, {questions})"
@@ -88,7 +96,8 @@ async def evaluate(
 
     Each request runs ``samples`` times, at most ``concurrency`` at once. Seeds come from the requests, so two policies
     are compared with equal seeds. Episodes with the same ``group_id`` are not independent, so intervals are over
-    groups. Raises ``ValueError`` without requests, if no episode finishes, or if none has ``metric``.
+    groups. A ``metric`` without an actor is the mean over the actors that have it. Raises ``ValueError`` without
+    requests, or if no episode finishes.
     """
     if not requests:
         raise ValueError("requests is empty: expected at least one question")
@@ -103,13 +112,19 @@ async def evaluate(
         first = next((r.rollout.error for r in results if r.rollout.error), "no requests")
         raise ValueError(f"evaluation of {len(results)} episodes: none finished; first error:\n{first}")
     names = sorted({name for rollout in done for name in rollout.metrics})
-    if metric not in names:
-        raise ValueError(f"metric={metric!r}: expected one of the rubric's metrics: {', '.join(names)}")
-    # A failed episode counts as 0; episodes of one question form a cluster.
-    scores = [{} if result.rollout.error is not None else result.rollout.metrics for result in results]
-    values = [float(metrics.get(metric, 0.0)) for metrics in scores]
+    # A failed episode counts as 0, and so does one without the metric, unless none has it. Episodes of one question
+    # form a cluster.
+    measured = [metric_value(rollout.metrics, metric) for rollout in done]
+    unmeasured, gap = measured.count(None), ""
+    if unmeasured == len(done):
+        own = [name for name in names if not name.startswith(COUNTS)]
+        gap = f"metric={metric!r}: no finished episode has it, expected one of {', '.join(own) or 'none'}"
+    found = iter(measured)
+    values = [float((None if r.rollout.error is not None else next(found)) or 0.0) for r in results]
     clusters = [result.group_id for result in results]
     success = estimate(values, clusters)
+    if gap:
+        values, success = [math.nan] * len(values), Estimate(math.nan, math.nan, math.nan, 0, "none")
     estimates = _estimates(results)
     return Evaluation(
         success.mean,
@@ -125,7 +140,9 @@ async def evaluate(
         values=values,
         clusters=clusters,
         contributions=_contributions(results),
-        by_task=_by_task(results, values, clusters),
+        by_task={} if gap else _by_task(results, values, clusters),
+        unmeasured=unmeasured,
+        gap=gap,
     )
 
 
@@ -172,9 +189,13 @@ def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int
     return {k: estimate([pass_at_k(samples, int(count), k) for count in counts], clusters[::samples]) for k in ks}
 
 
-def compare(first: Evaluation, second: Evaluation) -> PairedDifference:
-    """Compare the success of ``first`` and ``second`` question by question. Raises ``ValueError`` if their questions
-    differ."""
+def compare(first: Evaluation, second: Evaluation) -> PairedDifference | None:
+    """Compare the success of ``first`` and ``second`` question by question; ``None`` if one of them is a gap.
+
+    Raises ``ValueError`` if their questions differ.
+    """
     if first.clusters != second.clusters or first.samples != second.samples:
         raise ValueError("first and second have different questions: evaluate both with the same requests")
+    if first.gap or second.gap:
+        return None
     return paired_difference(first.values, second.values, first.clusters)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from turnwise.samples.step_metrics import metric_value
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
 from turnwise.train.config.toml import ConfigError
@@ -32,8 +33,9 @@ class Attempts:
         """Count one episode. It succeeds if its metric, or that of an episode inside it, is above 0."""
         rollouts = [node.rollout for node in result.walk() if node.rollout.error is None]
         self.episodes += 1
-        self.measured |= any(self.metric in rollout.metrics for rollout in rollouts)
-        self.successes += any(rollout.metrics.get(self.metric, 0.0) > 0 for rollout in rollouts)
+        values = [value for rollout in rollouts if (value := metric_value(rollout.metrics, self.metric)) is not None]
+        self.measured |= bool(values)
+        self.successes += any(value > 0 for value in values)
         for rollout in rollouts:
             rewards = {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
             for name, value in (rollout.metrics | rewards).items():

@@ -20,6 +20,9 @@ PATIENCE = 5
 MAX_TRUNCATED = 0.9
 """Largest share of an actor's completions that may reach their token limit."""
 
+MAX_CUT_CALLS = 0.1
+"""Largest share of an actor's answers with calls of tools whose last call may be cut by the token limit."""
+
 RATIO_BOUND = 20.0
 """Limit of the probability ratio of updated to sampling weights, per token; clipped losses keep it near 1."""
 
@@ -90,6 +93,7 @@ class Watch:
         for actor in sorted(acted):
             self._actor(actor, trained[actor], drops, alone=len(acted) == 1)
             self._truncation(actor, batch.metrics.get(f"truncated/{actor}", 0.0))
+            self._cut_calls(actor, batch.metrics.get(f"cut_calls/{actor}", 0.0))
 
     def updates(self, policy: Policy, measured: Mapping[str, float]) -> None:
         """Check the metrics of the updates of ``policy``."""
@@ -118,7 +122,13 @@ class Watch:
             self._warn(("moved", name, cause), f"policy {name!r}: an update changed no weight; {cause}")
 
     def validation(self, measured: Evaluation) -> None:
-        """Check that no actor breaks more than it fixes. The validation before any training isn't judged."""
+        """Check that no actor breaks more than it fixes, and that success is known.
+
+        Before any training no actor is judged.
+        """
+        if measured.gap:
+            text = f"the validation has no success, so its curve has a gap: {measured.gap}"
+            self._warn(("validation", measured.gap.partition(":")[0]), text, step=self._trainer.progress.step)
         for actor, made in measured.contributions.items():
             if self._trainer.progress.step and made.fixed < made.broken:
                 self._warn(
@@ -179,6 +189,14 @@ class Watch:
                 f"{share:.0%} of the completions of actor {actor!r} ran into their token limit, as most did for "
                 f"{PATIENCE} steps: raise rollout.max_tokens or the actor's own limit; if they ended by themselves "
                 "before, the policy has collapsed: lower update.lr",
+            )
+
+    def _cut_calls(self, actor: str, share: float) -> None:
+        if share > MAX_CUT_CALLS:
+            self._warn(
+                ("cut calls", actor),
+                f"the token limit cut a call of a tool in {share:.0%} of the answers of actor {actor!r} that call one, "
+                "so its agent never got it: raise task_options.max_tokens, rollout.max_tokens or the actor's own limit",
             )
 
     def _warn(self, key: tuple[str, ...], text: str, step: int | None = None) -> None:

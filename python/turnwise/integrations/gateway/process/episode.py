@@ -155,7 +155,8 @@ class ProcessEpisode(GatewayEpisode):
 
         Otherwise a model could learn to fail where it would lose. The error of a model itself fails the attempt anyway.
         """
-        return self.collect is not None and bool(session.calls)
+        left_out = session.full is not None and self.on_context == "fail"
+        return self.collect is not None and bool(session.calls) and not left_out
 
     async def _scored(self, root: Path, cause: str, ended: str, output: str = "") -> dict[str, Any]:
         """Count a command that ended in a wrong way, and return what it left."""

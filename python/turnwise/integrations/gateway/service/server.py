@@ -260,6 +260,7 @@ class GatewayServer:
     def _reject(self, dialect: ModuleType, error: WireError, endpoint: ActorEndpoint | None) -> web.StreamResponse:
         if endpoint is not None:
             endpoint.counts[f"refused/{error.code}"] += 1
+            endpoint.on_refusal(error)
         headers = {"Retry-After": "1"} if error.status == 429 else {}
         return web.json_response(dialect.error(error), status=error.status, headers=headers)
 

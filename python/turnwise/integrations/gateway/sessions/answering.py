@@ -47,6 +47,7 @@ class Answerer:
         """Render the chat, sample the choices, and parse them."""
         request, began = call.request, time.perf_counter()
         prompt = await self.render(endpoint, request)
+        call.continues = prompt.continues
         if prompt.continues is not None:
             prompt.continues.facts.continued = True
         else:
@@ -236,6 +237,8 @@ class Answerer:
         """Remember the answers by the ids of their calls, and the chat by the id of its answer, for later requests."""
         for choice in completed.choices:
             endpoint.earlier.keep_answer(choice.call_ids, choice.message())
+        if request.items is not None:
+            endpoint.earlier.items |= request.items(completed)
         if request.carried is not None:
             self._decide_end(request)
             answer = completed.choices[0].message()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from turnwise.chat.continuation import Conversations
-from turnwise.integrations.gateway.wire.request import CompletedRequest, Earlier, ParsedRequest
+from turnwise.integrations.gateway.wire.request import CompletedRequest, Earlier, ParsedRequest, WireError
 from turnwise.types import Message, Step
 
 
@@ -58,6 +58,8 @@ class GatewayCall:
     reused: bool = False
     """Another request, which is no retry, took the place of one whose client had left."""
     steps: list[Step] = field(default_factory=list)
+    continues: Step | None = None
+    """The answer that this chat continues, if any."""
     carries: int | None = None
     """The actor's call whose answer stands in this new chat, where it continues none."""
 
@@ -92,6 +94,8 @@ class ActorEndpoint:
     calls: int = 0
     running: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    on_refusal: Callable[[WireError], object] = lambda error: None
+    """Called with the error that answers a request, for example to show it."""
     own_seconds: float = 0.0
     """Seconds that the gateway itself worked for this actor. No episode metric, as a replay must repeat those."""
     turns: Counter[int] = field(default_factory=Counter)

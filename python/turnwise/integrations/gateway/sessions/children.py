@@ -70,9 +70,13 @@ class ChildSession(GatewaySession):
         self._reward = None if value is None else float(value)
 
     def leave(self, error: BaseException | None) -> None:
-        """Take no more calls. An ``error`` fails this child and those below it, and no others."""
+        """Take no more calls. An ``error`` fails this child and those below it, and no others.
+
+        One that comes from a full context ends the child alone, unless ``gateway.on_context`` is ``"fail"``.
+        """
         self.over = self.over or "its sub-agent has ended"
-        if error is not None and not self.error:
+        ends = self.full is not None and self.settings.on_context == "end"
+        if error is not None and not self.error and not ends:
             text = "".join(traceback.format_exception(error))
             self.error = str(self.context.without_secrets(f"the sub-agent failed: {text}"))
 

@@ -19,6 +19,7 @@ from turnwise.integrations.gateway.sessions.answering import Answerer
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, Attempt, GatewayCall, repeated_call
 from turnwise.integrations.gateway.sessions.constrained import form_field
 from turnwise.integrations.gateway.sessions.limits import AttemptLimits
+from turnwise.integrations.gateway.sessions.unrelated import count_unrelated
 from turnwise.integrations.gateway.settings import GatewaySettings
 from turnwise.integrations.gateway.wire.bodies import Bodies
 from turnwise.integrations.gateway.wire.request import CompletedRequest, ParsedRequest, WireError, invalid, session_over
@@ -70,12 +71,18 @@ class GatewaySession:
             actor: ActorEndpoint(actor, secrets.token_urlsafe(32), Conversations(self.format)) for actor in actors
         }
         self.context.secrets += [endpoint.key for endpoint in self.endpoints.values()]
+        self.untrained: Sequence[str] = ()
+        """Actors whose answers don't train, and which need no reward."""
+        self.on_answer: Callable[[GatewayCall], object] = lambda call: None
+        """Called with each call that was answered, for example to show it."""
         self.calls: list[GatewayCall] = []
         """All calls, in the order of their arrival."""
         self.models: dict[str, Model] = {}
         self.url = ""
         self.failure: Exception | None = None
         """The error of the model or of turnwise that fails the episode."""
+        self.full: tuple[ContextLengthError, float] | None = None
+        """The refusal of a prompt that left no room, and when it came, until a later call is answered."""
         self.over = ""
         """Reason why the session takes no more calls; empty while it does."""
         self.parent = parent
@@ -201,6 +208,10 @@ class GatewaySession:
             async with self.limits.slot():
                 completed = await self.answerer.answer(endpoint, call)
             self.answered = endpoint.actor, call.turn
+            for session in (self, self.root):
+                if session.full is not None and session.full[1] < call.started:
+                    session.full = None
+            self.on_answer(call)
             return completed
         except asyncio.CancelledError:
             endpoint.counts["aborted"] += 1
@@ -210,6 +221,8 @@ class GatewaySession:
         except RecursionError as error:
             raise invalid(None, "the request is nested too deeply") from error
         except ContextLengthError as error:
+            error.actor_id = endpoint.actor
+            self.full = self.root.full = error, time.monotonic()
             raise WireError(400, "context_length_exceeded", str(error), "messages") from error
         except DeadEndError as error:
             raise WireError(400, "grammar_dead_end", str(error), form_field(call.request)) from error
@@ -224,13 +237,14 @@ class GatewaySession:
     def called(self) -> list[str]:
         """Return the actors that need a reward: those that were asked here, or in a child that takes its parent's."""
         inheriting = set(self.context.rollout.meta.get(CHILD_ACTORS, ()))
-        own = {call.actor for call in self.calls if call.steps}
-        return [actor for actor in self.endpoints if actor in own | inheriting]
+        asked = {call.actor for call in self.calls if call.steps} | inheriting
+        return [actor for actor in self.endpoints if actor in asked and actor not in self.untrained]
 
     def paid_apart(self) -> list[str]:
         """Return the other actors that sub-agents asked: each of these has a reward of its own, or has failed."""
         asked = {session.actor for session in self.walk() if session is not self and session.calls}
-        return [actor for actor in self.endpoints if actor in asked and actor not in self.called()]
+        others = {*self.called(), *self.untrained}
+        return [actor for actor in self.endpoints if actor in asked and actor not in others]
 
     # -- the end -------------------------------------------------------------------------------------------------------
     grace: ClassVar[float] = END_GRACE
@@ -265,6 +279,10 @@ class GatewaySession:
                 step.trainable = step.trainable and step.facts.continued
         if self.settings.repeats == "continued":
             self._leave_out_lost()
+        for step in (step for call in self.calls if call.actor in self.root.untrained for step in call.steps):
+            step.trainable = False
+        for actor, rows in count_unrelated(self.calls, self.root.untrained).items():
+            self.endpoints[actor].counts["unrelated_rows"] += rows
         self.keep_children()
         self.report()
 
@@ -273,6 +291,7 @@ class GatewaySession:
         self.context.children += [result for child in self.children for result in child.results()]
         if self.children and self is self.root:
             actors = [session.actor for child in self.children for session in child.inheriting()]
+            actors = [actor for actor in actors if actor not in self.untrained]
             self.context.rollout.meta[CHILD_ACTORS] = list(dict.fromkeys(actors))
 
     def _leave_out_lost(self) -> None:

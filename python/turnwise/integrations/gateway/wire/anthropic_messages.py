@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
-from turnwise.chat.messages import text_of
+from turnwise.chat.messages import Tool, text_of
 from turnwise.chat.parts import always
 from turnwise.integrations.gateway.wire.chats import Dialect, Sent
 from turnwise.integrations.gateway.wire.request import (
@@ -20,6 +20,7 @@ from turnwise.integrations.gateway.wire.request import (
     function_tool,
     invalid,
     read_objects,
+    shown_tool,
     structured_output,
     tool_choice,
     unsupported,
@@ -41,9 +42,11 @@ STOP = {"stop": "end_turn", "stop_string": "stop_sequence", "length": "max_token
 def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     """Read a request's body. Raises :class:`WireError` and :class:`~turnwise.chat.messages.ChatError`."""
     fields = Fields(body, IGNORED)
-    tools = [
-        _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
-    ]
+    given_tools = read_objects(fields.take("tools", []), "tools")
+    described = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given_tools)]
+    later = [bool(tool.get("defer_loading")) for tool in given_tools]
+    tools = [tool for tool, waits in zip(described, later, strict=True) if not waits]
+    earlier.offered.update((tool["function"]["name"], tool) for tool in described)
     system = text_of(fields.take("system"), "system")
     given = read_objects(fields.take("messages", []), "messages")
     thread, config = fields.take("thread", {}), fields.take("output_config", {})
@@ -53,7 +56,11 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     if (answer_id := thread.get("previous_message_id")) is None:
         messages, failed = earlier.plain(DIALECT, given, len(lead))
     else:
-        new = [form for place, message in enumerate(given) for form in _messages(message, f"messages[{place}]")]
+        new = [
+            form
+            for place, message in enumerate(given)
+            for form in _messages(message, f"messages[{place}]", earlier.offered)
+        ]
         before, kept = continued(earlier, answer_id, new, "thread.previous_message_id")
         begins = before[0]["role"] == "system"
         lead = lead or before[:begins]
@@ -63,11 +70,16 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     whole = [*lead, *messages]
     choice, format = fields.take("tool_choice"), fields.take("output_format")
     format = config.get("format", format)
+    deferred = [tool for tool, waits in zip(described, later, strict=True) if waits]
+    if "tools" not in body:
+        shown = [tool["function"]["name"] for tool in tools]
+        deferred = [tool for name, tool in earlier.offered.items() if name not in shown]
     request = ParsedRequest(
         whole,
         str(fields.take("model", "")),
         tools,
-        choice=tool_choice(choice, tools),
+        deferred,
+        choice=tool_choice(choice, [*tools, *deferred]),
         output=structured_output(format, "output_config.format"),
         parallel_calls=not (isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")),
         max_tokens=fields.count("max_tokens"),
@@ -91,7 +103,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
 
 
-def _messages(message: Mapping[str, Any], where: str) -> Messages:
+def _messages(message: Mapping[str, Any], where: str, offered: Mapping[str, Tool]) -> Messages:
     """Return the messages that one message's blocks stand for: results of tools come before the user's text."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -108,7 +120,7 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
             case "text":
                 texts.append(text_of([block], at))
             case "tool_result" if role == "user":
-                text = text_of(block.get("content"), f"{at}.content")
+                text = _result(block.get("content"), f"{at}.content", offered)
                 results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": text})
             case "tool_use" if role == "assistant":
                 function = {"name": block.get("name"), "arguments": block.get("input")}
@@ -121,6 +133,17 @@ def _messages(message: Mapping[str, Any], where: str) -> Messages:
     if thoughts:
         plain["reasoning_content"] = "\n\n".join(thoughts)
     return [*results, plain] if texts or not results else results
+
+
+def _result(content: Any, where: str, offered: Mapping[str, Tool]) -> str:
+    """Return the text of a tool's result, which shows each tool that it names."""
+    parts = [
+        {"text": shown_tool(part.get("tool_name"), offered, f"{where}[{place}]")}
+        if isinstance(part, Mapping) and part.get("type") == "tool_reference"
+        else part
+        for place, part in enumerate(content if isinstance(content, list) else ())
+    ]
+    return text_of(parts or content, where)
 
 
 def _not_shown(message: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from turnwise.chat.messages import ChatError, plain_message, results_in_order
+from turnwise.chat.messages import ChatError, Tool, plain_message, results_in_order
 from turnwise.chat.parts import JoinParts, Neighbours, call_ids
 from turnwise.types import Message, Messages
 from turnwise.types.prompts import Prefix
@@ -25,13 +26,14 @@ class Sent(list[Any]):
 class Dialect:
     """How the messages of a dialect become plain ones.
 
-    Example: ``Dialect("messages", lambda message, where: [message], never)``
+    Example: ``Dialect("messages", lambda message, where, offered: [message], never)``
     """
 
     field: str
     """The field of a request that holds the chat."""
-    convert: Callable[[Any, str], Messages]
-    """Returns a message, found at a place of the request, in the form that ``plain_messages`` takes."""
+    convert: Callable[[Any, str, Mapping[str, Tool]], Messages]
+    """Returns a message, found at a place of the request, in the form that ``plain_messages`` takes. The
+    tools are those that a result may show by their names."""
     neighbours: Neighbours
     """Says which parts of answers are joined, see :class:`~turnwise.chat.parts.JoinParts`."""
     moves_results: bool = False
@@ -68,8 +70,13 @@ class PlainChats:
     Example: ``messages, notes = PlainChats(DIALECT, earlier.find_answer).read(Sent(body["messages"]))``
     """
 
-    def __init__(self, dialect: Dialect, answer_of: Callable[[Any], Message | None]) -> None:
-        self.dialect, self.answer_of = dialect, answer_of
+    def __init__(
+        self,
+        dialect: Dialect,
+        answer_of: Callable[[Any], Message | None],
+        offered: Mapping[str, Tool] = MappingProxyType({}),
+    ) -> None:
+        self.dialect, self.answer_of, self.offered = dialect, answer_of, offered
         self._join = JoinParts(answer_of, dialect.neighbours, moves_results=dialect.moves_results)
         self._kept: OrderedDict[int, _Settled] = OrderedDict()
         """By the identity of the last message, as it came or as it was returned. No other messages are before it."""
@@ -129,11 +136,17 @@ class _Reading:
             raise _JoinsError
         parts: list[tuple[int, int, Messages, bool]] = []
         """Joined messages: how many came and were converted up to here, the messages, and whether these settle."""
-        begin = 0
+        begin = before = 0
+        waiting: set[str] = set()
+        """The calls whose results may still come, wherever they stand."""
         for number, end in enumerate(ends, 1):
             is_last = number == len(ends)
             roles = [message["role"] for message in plain[end - 1 : end + 1]]
-            if not is_last and (at_once or roles[0] == "assistant" or roles[1] == "tool"):
+            if join.moves_results:
+                for message in plain[before:end]:
+                    waiting = (waiting | {*call_ids(message)}) - {message.get("tool_call_id", "")}
+            before = end
+            if not is_last and (at_once or waiting or roles[0] == "assistant" or roles[1] == "tool"):
                 continue
             part = join(plain[begin:end], ids[begin:end])
             settles = "assistant" not in (roles[0], part[-1]["role"])
@@ -166,7 +179,9 @@ class _Reading:
         """Return plain messages with their ids, and how many there are behind each of the ``new`` ones."""
         dialect = self.chats.dialect
         forms = [
-            [message] if self.is_converted else dialect.convert(message, f"{dialect.field}[{place}]")
+            [message]
+            if self.is_converted
+            else dialect.convert(message, f"{dialect.field}[{place}]", self.chats.offered)
             for place, message in enumerate(new, count)
         ]
         plain: Messages = []

@@ -45,7 +45,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 WISHES = ("reasoning_effort", "reasoning", "verbosity", "thinking")
 """Fields that ask for effort or style. They are taken and counted, and change nothing."""
-DIALECT = Dialect("messages", lambda message, where: [message], never, notes=lambda message: not_shown([message]))
+DIALECT = Dialect(
+    "messages", lambda message, where, deferred: [message], never, notes=lambda message: not_shown([message])
+)
 FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from turnwise.chat.formats import ChatFormat
-from turnwise.chat.messages import not_shown, plain_messages, text_of
+from turnwise.chat.messages import Tool, not_shown, plain_messages, text_of
 from turnwise.chat.parts import as_items
 from turnwise.integrations.gateway.wire import openai_chat
-from turnwise.integrations.gateway.wire.chats import Dialect
+from turnwise.integrations.gateway.wire.chats import Dialect, Sent
 from turnwise.integrations.gateway.wire.request import (
     CompletedRequest,
     Earlier,
     Fields,
     ParsedRequest,
+    WireError,
     continued,
     function_tool,
     invalid,
@@ -35,6 +37,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "context_management": ([],),
 }
 WISHES = ("reasoning", "truncation")
+REFERENCE = "item_reference"
+"""Type of an input item that names an earlier one by its id, as clients do that leave chats to be stored."""
 
 
 def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
@@ -45,6 +49,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
     ]
     instructions, given = fields.take("instructions"), fields.take("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else read_objects(given, "input")
+    items = _with_items(items, earlier)
     if (answer_id := fields.take("previous_response_id")) is None:
         messages, names = earlier.plain(DIALECT, items)
     else:
@@ -72,6 +77,7 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         stream=fields.flag("stream"),
         turn=fields.turn(),
         carried=messages,
+        items=_items_by_id,
     )
     left = fields.finish(HARMLESS, WISHES)
     request.not_applied = (*left, *(["verbosity"] if text.get("verbosity") else []), *names)
@@ -84,7 +90,26 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
 
 
-def _messages(item: Mapping[str, Any], at: str) -> Messages:
+def _with_items(items: Sequence[Mapping[str, Any]], earlier: Earlier) -> Sequence[Mapping[str, Any]]:
+    """Return ``items`` with the parts of earlier answers that some of them name by their ids.
+
+    Items that were read before stay as they are.
+    """
+    new = range(earlier.settled(DIALECT, items), len(items))
+    named = [place for place in new if items[place].get("type") == REFERENCE or items[place].keys() == {"id"}]
+    if not named:
+        return items
+    found = Sent(items) if isinstance(items, Sent) else list(items)
+    for place in named:
+        item = items[place]
+        if (name := str(item.get("id"))) not in earlier.items:
+            where = f"input[{place}].id"
+            raise WireError(400, "item_not_found", f"{where}: no item {name[:80]!r} in this session", where)
+        found[place] = earlier.items[name]
+    return found
+
+
+def _messages(item: Mapping[str, Any], at: str, offered: Mapping[str, Tool] = MappingProxyType({})) -> Messages:
     """Return the message that an input item stands for, with the item's id."""
     return [_message(item, at)]
 
@@ -188,14 +213,21 @@ def _head(completed: CompletedRequest, request: ParsedRequest) -> dict[str, Any]
 
 def _items(completed: CompletedRequest, request: ParsedRequest, format: ChatFormat) -> list[dict[str, Any]]:
     [choice] = completed.choices
-    message, items = choice.message(), []
+    logprobs = openai_chat.token_logprobs(choice, format) if request.logprobs else []
+    return list(_items_by_id(completed, logprobs).values())
+
+
+def _items_by_id(completed: CompletedRequest, logprobs: Sequence[Any] = ()) -> dict[str, dict[str, Any]]:
+    """Return the items of the answer by their ids; its text has the ``logprobs``."""
+    [choice] = completed.choices
+    message = choice.message()
+    items: list[dict[str, Any]] = []
     if message.get("reasoning_content"):
         text = {"type": "reasoning_text", "text": message["reasoning_content"]}
         items.append({"type": "reasoning", "id": f"rs_{completed.id}", "summary": [], "content": [text]})
     calls = message.get("tool_calls", ())
     if message["content"] or not calls:
-        logprobs = openai_chat.token_logprobs(choice, format) if request.logprobs else []
-        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs}
+        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": list(logprobs)}
         items.append(
             {
                 "type": "message",
@@ -217,4 +249,4 @@ def _items(completed: CompletedRequest, request: ParsedRequest, format: ChatForm
                 "status": "completed",
             }
         )
-    return items
+    return {item["id"]: item for item in items}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -74,6 +74,10 @@ class Earlier:
     """The chats that a request may continue by the id of their answer, with their tools."""
     answers: dict[str, Message] = field(default_factory=dict)
     """The answers by their ids, and by those of their calls."""
+    items: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The parts of answers, in their dialect's form, by the ids under which a request may name them."""
+    offered: dict[str, Tool] = field(default_factory=dict)
+    """The tools of the requests by their names, under which a result may show one."""
     _read: dict[Dialect, PlainChats] = field(default_factory=dict)
     _asked_for: set[str] = field(default_factory=set)
     """All ids that were looked for, found or not."""
@@ -83,7 +87,7 @@ class Earlier:
     ) -> tuple[Prefix[Message], tuple[str, ...]]:
         """Return a chat in plain messages, and what it says that no model is shown, see :meth:`PlainChats.read`."""
         if dialect not in self._read:
-            self._read[dialect] = PlainChats(dialect, self.find_answer)
+            self._read[dialect] = PlainChats(dialect, self.find_answer, self.offered)
         return self._read[dialect].read(messages, lead, is_converted=is_converted)
 
     def settled(self, dialect: Dialect, messages: Any) -> int:
@@ -150,6 +154,8 @@ class ParsedRequest:
     messages: Sequence[Message]
     model: str = ""
     tools: list[Tool] = field(default_factory=list)
+    deferred: list[Tool] = field(default_factory=list)
+    """Tools that no prompt begins with: results of the agent's own search show them. Calls of them are read."""
     choice: ToolChoice = ToolChoice()
     output: StructuredOutput | None = None
     parallel_calls: bool = True
@@ -170,6 +176,9 @@ class ParsedRequest:
     follows it. ``None``: only if no actor of the session sampled that message as a whole."""
     carried: Prefix[Message] | None = None
     """The messages that an answer's id stands for in a later request; ``None`` if the dialect has no such ids."""
+    items: Callable[[CompletedRequest], Mapping[str, Mapping[str, Any]]] | None = None
+    """Returns the parts of the answer by the ids under which a later request may name them; ``None`` in a dialect that
+    has no such ids."""
     not_applied: tuple[str, ...] = ()
     """The fields that were taken and change nothing: wishes for effort or style, and names of speakers."""
     size: int = 0
@@ -181,7 +190,8 @@ class ParsedRequest:
     def readable_tools(self) -> list[Tool]:
         """The tools whose calls are read; calls of others stay text."""
         names = None if self.choice.names is None else set(self.choice.names)
-        return self.tools if names is None else [tool for tool in self.tools if tool["function"]["name"] in names]
+        tools = [*self.tools, *self.deferred]
+        return tools if names is None else [tool for tool in tools if tool["function"]["name"] in names]
 
     def instructions(self) -> tuple[str, str]:
         """Return the texts that show the model the form of the chat's answers, and ask it for a call now."""
@@ -368,6 +378,13 @@ def function_tool(name: Any, description: Any, parameters: Any, where: str) -> T
     function: dict[str, Any] = {"name": name, "description": str(description or "")}
     function["parameters"] = dict(parameters or {"type": "object", "properties": {}})
     return {"type": "function", "function": function}
+
+
+def shown_tool(name: Any, offered: Mapping[str, Tool], where: str) -> str:
+    """Return the text that shows the model a tool that a result names."""
+    if (tool := offered.get(str(name))) is None:
+        raise invalid(f"{where}.tool_name", f"got {str(name)[:80]!r}, expected a tool of the request: {[*offered]}")
+    return f"{json.dumps(tool, ensure_ascii=False)}\n"
 
 
 def read_objects(value: Any, where: str) -> list[Mapping[str, Any]]:
