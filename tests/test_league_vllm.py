@@ -85,6 +85,6 @@ def error_of(run: Run, weights: dict[str, dict[str, torch.Tensor]], step: Step) 
     for name, tensor in policy.weights():
         tensor.copy_(weights[step.actor_id][name])
     request = ModelRequest(step.prompt_token_ids, Sampling(max_tokens=TOKENS))
-    client = TransformersClient(policy.model, run.tokenizer)
+    client = TransformersClient(policy.model, run.tokenizers)
     [scored] = asyncio.run(client.score([request], [step.completion_token_ids]))
     return float(np.abs(np.subtract(scored, step.completion_logprobs)).max())

@@ -10,6 +10,7 @@ from .conftest import CharTokenizer
 def step(**changes):
     return {
         "actor_id": "solver",
+        "policy": "default",
         "turn": 0,
         "prompt": [{"role": "user", "content": "ab"}],
         "prompt_token_ids": [97, 98],

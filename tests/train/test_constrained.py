@@ -83,6 +83,9 @@ def test_equal_masks_are_packed_once_and_single_tokens_do_not_train() -> None:
     assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0]
     kept = select(batch, [2, 0]).columns["allowed"]
     assert isinstance(kept, AllowedTokens) and kept.mask_index.tolist() == [1, 1, 0, 1, 0]
+    wider = AllowedTokens(np.array([0]), np.array([[*both, 1]], dtype=np.uint8))  # of another vocabulary
+    joined = pack([sample([1, 2, 2], first), sample([8], wider)], {}, {}).columns["allowed"]
+    assert joined.masks.tolist() == [[*both, 0], [*single, 0], [*both, 1]] and joined.mask_index[-1] == 2
     assert pack([sample([5, 6], None)], {}, {}).columns == {}
     assert micro_batch.pack(batch, np.array([1])).allowed is None  # no row of this one has a grammar
 

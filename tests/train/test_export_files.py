@@ -48,7 +48,7 @@ def test_a_generation_config_is_written_or_mended_and_told(base, tmp_path, case,
     (base / "generation_config.json").write_text(json.dumps(given))
     policies = {"default": PolicyConfig(path=str(base))}
     with pytest.warns(RuntimeWarning, match=f"'policies.default.path'.*{told}") if told else nullcontext():
-        tokenizer = check_models(policies, lambda: None)
+        tokenizer = check_models(policies, lambda: None).common()
     model = load_model(str(base), "float32", lambda: None)
     if lora:
         model = SharedBase(model, str(base)).add_adapter("default", peft_config(LoraConfig(rank=2)), 0)

@@ -124,7 +124,7 @@ def test_the_tiny_model_is_equal_for_all():
         return tokenizer, build_model(tokenizer, hidden_size=32, num_hidden_layers=1, seed=3)
 
     policies = {"a": PolicyConfig(), "b": PolicyConfig(dtype="bfloat16")}
-    assert check_models(policies, tiny) is tokenizer
+    assert check_models(policies, tiny).common() is tokenizer
     models = load_models(policies, tiny)
     assert {parameter.dtype for parameter in models["b"].parameters()} == {torch.bfloat16}
     for a, b in zip(models["a"].parameters(), models["b"].parameters(), strict=True):
@@ -132,28 +132,41 @@ def test_the_tiny_model_is_equal_for_all():
 
 
 def test_all_that_is_wrong_with_paths_is_told_at_once(tmp_path, one):
-    unlike = save(tmp_path / "unlike", text="quite other words")
     short = tmp_path / "short"
     save(short)
     build_model(build_tokenizer(["a"], vocab_size=261), hidden_size=32, num_hidden_layers=1).save_pretrained(short)
     policies = {
         "a": PolicyConfig(path=one),
-        "b": PolicyConfig(path=unlike),
         "c": PolicyConfig(path="no/such/folder"),
         "d": PolicyConfig(path=one, reference=str(short)),
     }
     with pytest.raises(ConfigError) as error:
         check_models(policies, never)
-    first, second, third = str(error.value).splitlines()
-    assert f"'policies.b.path': the tokenizer of {unlike!r} differs from that of {one!r}" in first
-    assert "'policies.c.path' = 'no/such/folder'" in second
-    assert f"'policies.d.reference' = {str(short)!r}: the model embeds 261 tokens, its tokenizer has 2" in third
+    first, second = str(error.value).splitlines()
+    assert "'policies.c.path' = 'no/such/folder'" in first
+    assert f"'policies.d.reference' = {str(short)!r}: the model embeds 261 tokens, its tokenizer has 2" in second
 
 
-def test_paths_that_can_not_be(one, tmp_path):
-    policies = {"a": PolicyConfig(), "b": PolicyConfig(path=one)}
-    with pytest.raises(ConfigError, match=r"'policies.b.path' = .*expected 'tiny', which has its own tokenizer"):
-        check_models(policies, never)
+def test_policies_of_one_family_share_a_tokenizer_and_others_have_their_own(tmp_path, one, two):
+    unlike, plain = save(tmp_path / "unlike", text="quite other words"), save(tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    policies = {"a": PolicyConfig(path=one), "b": PolicyConfig(path=unlike), "c": PolicyConfig(path=two)}
+    policies |= {"tiny": PolicyConfig(), "plain": PolicyConfig(path=plain)}
+    found = check_models(policies, lambda: (build_tokenizer(["tiny"], vocab_size=270), None))
+    assert found["a"] is found["c"] is found["plain"] is found["c@past1"]
+    assert found["b"].get_vocab() == read_tokenizer(unlike).get_vocab() != found["tiny"].get_vocab()
+    # An equal vocabulary with another template is another chat format.
+    other = read_tokenizer(two)
+    other.chat_template += " "
+    other.save_pretrained(tmp_path / "other")
+    read_config(two).save_pretrained(tmp_path / "other")
+    found = check_models({"a": PolicyConfig(path=one), "b": PolicyConfig(path=str(tmp_path / "other"))}, never)
+    assert not found.alike("a", "b") and found["b"].chat_template == other.chat_template
+    with pytest.raises(ConfigError, match=r"'policies.b.path' = .*: its tokenizer has no chat template"):
+        check_models({"a": PolicyConfig(path=unlike), "b": PolicyConfig(path=plain)}, never)
+
+
+def test_paths_that_can_not_be(tmp_path):
     # A folder that is not there is told so.
     with pytest.raises(ConfigError, match=r"'policies.a.path' = '.*/none': there is no such folder"):
         check_models({"a": PolicyConfig(path=str(tmp_path / "none"))}, never)
@@ -200,11 +213,11 @@ def test_turns_end_where_any_generation_config_says(tmp_path):
     ids = build_tokenizer(["add the digits"] * 3, vocab_size=270).convert_tokens_to_ids(names)
     GenerationConfig(eos_token_id=ids[:2]).save_pretrained(first)
     GenerationConfig(eos_token_id=ids[2]).save_pretrained(second)
-    found = check_models({"a": PolicyConfig(path=first), "b": PolicyConfig(path=second)}, never)
+    found = check_models({"a": PolicyConfig(path=first), "b": PolicyConfig(path=second)}, never).common()
     assert ChatFormat(found).stop_token_ids == (found.eos_token_id, *ids)
     assert load_model(first, "float32", never, empty=True).generation_config.eos_token_id == ids[:2]
     (tmp_path / "second" / "generation_config.json").unlink()
-    found = check_models({"a": PolicyConfig(path=second)}, never)
+    found = check_models({"a": PolicyConfig(path=second)}, never).common()
     assert ChatFormat(found).stop_token_ids == (found.eos_token_id,)
     (tmp_path / "second" / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"'policies.a.path' = .*second'"):

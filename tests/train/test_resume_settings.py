@@ -149,7 +149,7 @@ def test_other_tokens_than_those_of_the_checkpoint_are_refused_before_a_model_is
 
 def test_a_checkpoint_without_tokens_goes_on(begun, monkeypatch, capsys):
     """Of an earlier version, or of a tokenizer that can't list its tokens."""
-    monkeypatch.setattr(turnwise.train.resume, "digest_of", lambda tokenizer: None)
+    monkeypatch.setattr(turnwise.train.resume, "digests", lambda tokenizers: None)
     assert resume(begun({"seed": 3}), capsys, {"seed": 3})[0].trainer.progress.step == 2
 
 

@@ -260,7 +260,7 @@ class Arena(ArenaSetup):
         actor = None if actor_id is None else self.actors[actor_id]
         return call.finish(
             response,
-            format or self.plain_format(actor),
+            format or self.plain_format(actor, request.policy),
             tools=tools,
             check_private=self.check_private,
             trains=not self.is_evaluation,
@@ -297,29 +297,37 @@ class Arena(ArenaSetup):
         settings = sampling_for(actor, self.sampling, self._evaluation_sampling)
         if actor is not None and actor.max_tokens is not None:
             sampling.setdefault("max_tokens", actor.max_tokens)
-        format = self.plain_format(actor)
+        policy = policy or playing(actor, context)
+        format = self.plain_format(actor, policy)
         if prompt_token_ids is None:
-            steps = () if context is None else context.state.trajectory
-            messages, prompt_ids = self._prompts.build(format, actor, prompt, steps)
+            messages, prompt_ids = self.build_prompt(actor, prompt, format, (), policy)
         else:
             messages, prompt_ids = given_chat(prompt), given_tokens(prompt_token_ids)
         stops, ends = sampling.get("stop_token_ids", settings.stop_token_ids), format.stop_token_ids
         sampling["stop_token_ids"] = (*stops, *[end for end in ends if end not in stops]) if stops else ends
         max_tokens = sampling.get("max_tokens", settings.max_tokens)
-        sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.max_context, actor_id)
+        sampling["max_tokens"] = fit_to_context(len(prompt_ids), max_tokens, self.context_of(policy), actor_id)
         if sampling.get("seed", settings.seed) is None:
             sampling["seed"] = self._call_seed(context)
-        policy, settings = policy or playing(actor, context), settings.with_(**sampling)
+        settings = settings.with_(**sampling)
         if settings.grammar is not None and not capabilities_of(self.client, ClientCapabilities).grammars:
             raise ValueError(f"grammar: {type(self.client).__name__} can't sample under one")
         return messages, ModelRequest(prompt_ids, settings, policy, messages)  # type: ignore[arg-type]
 
     def build_prompt(
-        self, actor: Actor, prompt: str | Chat, format: Any, tools: Sequence[dict[str, Any]]
+        self,
+        actor: Actor | None,
+        prompt: str | Chat,
+        format: Any,
+        tools: Sequence[dict[str, Any]],
+        policy: str | None = None,
     ) -> tuple[Prefix[Message], Prefix[int]]:
-        """Return the chat of an actor with ``tools`` in this turn, and its tokens."""
+        """Return the chat of an actor with ``tools`` in this turn, and its tokens; by default for the policy that plays
+        it."""
         context = current_context()
-        return self._prompts.build(format, actor, prompt, () if context is None else context.state.trajectory, tools)
+        steps = () if context is None else context.state.trajectory
+        alike = partial(self.own_tokenizers.alike, policy or playing(actor))
+        return self._prompts.build(format, actor, prompt, steps, tools, alike)
 
     # -- around training -----------------------------------------------------------------------------------------------
     async def on_train_start(self) -> None:

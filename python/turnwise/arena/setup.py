@@ -13,6 +13,7 @@ from turnwise.arena.rewards.mix import RewardMix, check_keys
 from turnwise.arena.runtime.concurrency import AnswerLimit, EpisodeCounter, PrioritySemaphore
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.hashing import derive_seed
+from turnwise.arena.runtime.model_call import playing
 from turnwise.arena.runtime.prompts import Prompts
 from turnwise.arena.runtime.watch import not_counted
 from turnwise.arena.stages.dynamic_sampling import check_stateless
@@ -21,11 +22,12 @@ from turnwise.arena.stages.stage import BatchNotes, Stage
 from turnwise.arena.stores.store import ArtifactStore
 from turnwise.chat.formats import ChatFormat, ChatRenderer
 from turnwise.chat.known_formats import chat_format
-from turnwise.chat.tokenizers import own_copy
+from turnwise.chat.tokenizers import own_copies
 from turnwise.chat.tools import by_name
 from turnwise.samples.filters import Filters
 from turnwise.types import (
     Actor,
+    ByPolicy,
     CreditAssigner,
     EpisodeRequest,
     GenerateResult,
@@ -33,6 +35,7 @@ from turnwise.types import (
     Sampling,
     TokenizedClient,
     Tokenizer,
+    Tokenizers,
 )
 from turnwise.types.play import MAX_CONCURRENCY
 from turnwise.types.protocols import EpisodeWorkers
@@ -46,13 +49,13 @@ class ArenaSetup:
     def __init__(
         self,
         client: InferenceClient,
-        *tokenizer_or_credit: Tokenizer | CreditAssigner | None,
-        tokenizer: Tokenizer | None = None,
+        *tokenizer_or_credit: Tokenizers | CreditAssigner | None,
+        tokenizer: Tokenizers | None = None,
         credit: CreditAssigner | None = None,
         credit_assigner: CreditAssigner | None = None,
         sampling: Sampling | None = None,
         max_concurrency: int = MAX_CONCURRENCY,
-        max_context: int | None = None,
+        max_context: int | Mapping[str, int | None] | None = None,
         seed: int = 0,
         failure_threshold: float = 0.5,
         retries: int = 0,
@@ -62,8 +65,8 @@ class ArenaSetup:
         check_private: bool = False,
         answer_timeout: float = 1800.0,
     ) -> None:
-        check_settings(failure_threshold, retries, max_context)
-        self.tokenizer, self.credit = tokenizer_and_credit(
+        check_settings(failure_threshold, retries)
+        self.tokenizer, self.credit = tokenizer_and_credit(  # type: ignore[assignment]  # one, or by policy
             client, tokenizer_or_credit, tokenizer, credit, credit_assigner
         )
         """Credit rule; without one the advantage is the reward, and zeros train too."""
@@ -77,7 +80,6 @@ class ArenaSetup:
         self.sampling = Sampling() if sampling is None else sampling
         """Default sampling; an actor's own overrides it."""
         self.max_context = max_context
-        """The model's context in tokens; a prompt that leaves no room raises ``ContextLengthError``."""
         self.seed = seed
         self.failure_threshold = failure_threshold
         """Share of failed episodes above which one call of ``generate_rollouts`` raises ``BatchFailedError``."""
@@ -129,34 +131,66 @@ class ArenaSetup:
     # -- tokenizer and chat formats ------------------------------------------------------------------------------------
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, for the code of users. turnwise encodes with a copy, so it may be changed."""
-        return self._tokenizer
+        """The tokenizer of all policies, for the code of users. turnwise encodes with a copy, so it may be changed.
+
+        Set it to a mapping if the policies have several; reading it then raises ``ValueError``.
+        """
+        return self._tokenizers.common(hint="expected arena.tokenizer_of(policy)")
 
     @tokenizer.setter
-    def tokenizer(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._own_tokenizer = tokenizer, own_copy(tokenizer)
-        self._formats: dict[tuple[str, ...], ChatFormat] = {}
+    def tokenizer(self, tokenizer: Tokenizers) -> None:
+        self._tokenizers = ByPolicy.of(tokenizer, "tokenizer")
+        self.own_tokenizers = own_copies(self._tokenizers)
+        """turnwise's copies of the tokenizers, by policy."""
+        self._formats: dict[tuple[Any, ...], ChatFormat] = {}
+
+    def tokenizer_of(self, policy: str) -> Tokenizer:
+        """Return the tokenizer of ``policy``, for the code of users. Raises ``ValueError`` for a policy without one."""
+        return self._tokenizers[policy]
+
+    @property
+    def max_context(self) -> int | dict[str, int | None] | None:
+        """The models' context in tokens, by policy if they differ.
+
+        A prompt that leaves no room raises ``ContextLengthError``.
+        """
+        return self._contexts.plain
+
+    @max_context.setter
+    def max_context(self, max_context: int | Mapping[str, int | None] | None) -> None:
+        self._contexts: ByPolicy[int | None] = ByPolicy.of(max_context, "max_context").mapped(_checked_context)
+
+    def context_of(self, policy: str) -> int | None:
+        """Return the context of ``policy`` in tokens; ``None`` without a limit."""
+        return self._contexts[policy]
 
     def chat_format(
-        self, actor: Actor | None = None, *, renderer: str = "auto", template_kwargs: Mapping[str, Any] | None = None
+        self,
+        actor: Actor | None = None,
+        *,
+        policy: str | None = None,
+        renderer: str = "auto",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatFormat:
-        """Return the format in which ``actor`` writes and reads chats with tools.
+        """Return the format in which ``policy``, by default the one that plays ``actor``, reads and writes with tools.
 
         Without an actor: the format of ``renderer``, with the options of the chat template.
         """
+        tokenizer = self.own_tokenizers[policy or playing(actor)]
         options = (template_kwargs or {}) if actor is None else actor.chat_template_kwargs
-        key = (renderer, repr(sorted(options.items())))
+        key = (id(tokenizer), renderer, repr(sorted(options.items())))
         if key not in self._formats:
             with not_counted():
-                self._formats[key] = chat_format(self._own_tokenizer, renderer, options)
+                self._formats[key] = chat_format(tokenizer, renderer, options)
         return self._formats[key]
 
-    def plain_format(self, actor: Actor | None) -> ChatFormat:
-        """Return the format of ``actor``'s plain chats; ``None`` is a judge."""
+    def plain_format(self, actor: Actor | None, policy: str | None = None) -> ChatFormat:
+        """Return the format of ``actor``'s plain chats with ``policy``, by default its own; ``None`` is a judge."""
+        tokenizer = self.own_tokenizers[policy or playing(actor)]
         options = None if actor is None else actor.chat_template_kwargs
-        key = (repr(sorted(options.items())),) if options else ()
+        key = (id(tokenizer), repr(sorted(options.items()))) if options else (id(tokenizer),)
         if key not in self._formats:
-            self._formats[key] = ChatRenderer(self._own_tokenizer, options)
+            self._formats[key] = ChatRenderer(tokenizer, options)
         return self._formats[key]
 
     # -- registration --------------------------------------------------------------------------------------------------
@@ -258,12 +292,12 @@ def reward_problems(episodes: Mapping[str, Episode], reward: Mapping[str, Any]) 
 
 def tokenizer_and_credit(
     client: InferenceClient,
-    given: Sequence[Tokenizer | CreditAssigner | None],
-    tokenizer: Tokenizer | None,
+    given: Sequence[Tokenizers | CreditAssigner | None],
+    tokenizer: Tokenizers | None,
     credit: CreditAssigner | None,
     credit_assigner: CreditAssigner | None,
-) -> tuple[Tokenizer, CreditAssigner | None]:
-    """Return the tokenizer (default: the client's) and the credit rule. ``given`` holds either, in any order.
+) -> tuple[Tokenizers, CreditAssigner | None]:
+    """Return the tokenizers (default: the client's) and the credit rule. ``given`` holds either, in any order.
 
     Raises ``TypeError`` for any other object, and ``ValueError`` if one setting is given twice.
     """
@@ -288,13 +322,19 @@ def tokenizer_and_credit(
     # The client's tokenizer is the default.
     if not tokenizers:
         return tokenizer_of(client), rules[0] if rules else None
-    if isinstance(tokenizers[0], type) or not callable(getattr(tokenizers[0], "apply_chat_template", None)):
-        raise TypeError(f"tokenizer={tokenizers[0]!r:.80}: expected the model's tokenizer, or a credit rule")
-    return tokenizers[0], rules[0] if rules else None
+    by_policy: ByPolicy[Any] = ByPolicy.of(tokenizers[0], "tokenizer")
+    by_policy.mapped(_checked_tokenizer)
+    return by_policy, rules[0] if rules else None
 
 
-def tokenizer_of(client: InferenceClient) -> Tokenizer:
-    """Return the client's tokenizer. Raises ``ValueError`` if it has none."""
+def _checked_tokenizer(tokenizer: Any) -> Any:
+    if isinstance(tokenizer, type) or not callable(getattr(tokenizer, "apply_chat_template", None)):
+        raise TypeError(f"tokenizer={tokenizer!r:.80}: expected the model's tokenizer, or a credit rule")
+    return tokenizer
+
+
+def tokenizer_of(client: InferenceClient) -> Tokenizers:
+    """Return the client's tokenizers. Raises ``ValueError`` if it has none."""
     if not isinstance(client, TokenizedClient) or client.tokenizer is None:
         raise ValueError(f"tokenizer=None: {type(client).__name__} brings none, expected the tokenizer of the model")
     return client.tokenizer
@@ -306,11 +346,15 @@ def is_credit_rule(value: object) -> bool:
     return not isinstance(value, type) and any(map(callable, methods))
 
 
-def check_settings(failure_threshold: float, retries: int, max_context: int | None) -> None:
+def check_settings(failure_threshold: float, retries: int) -> None:
     """Raise ``ValueError`` for a setting out of its range."""
     if not 0 <= failure_threshold <= 1:
         raise ValueError(f"failure_threshold={failure_threshold!r}: expected a share from 0 to 1")
     if retries < 0:
         raise ValueError(f"retries={retries!r}: expected a count >= 0")
+
+
+def _checked_context(max_context: int | None) -> int | None:
     if max_context is not None and max_context < 2:
         raise ValueError(f"max_context={max_context!r}: expected at least 2 tokens, or None")
+    return max_context

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+from turnwise.types import ByPolicy, Tokenizers
+
 _COPIES: dict[int, tuple[weakref.ref[Any], Hashable, Any]] = {}
 """For each tokenizer that was copied: itself, its state at that time, and the copy."""
 
@@ -43,6 +45,11 @@ def own_copy(tokenizer: Any) -> Any:
     copied.owned = id(copied)
     _COPIES[key] = (weakref.ref(tokenizer, lambda _: _COPIES.pop(key, None)), state, copied)
     return copied
+
+
+def own_copies(tokenizers: Tokenizers) -> ByPolicy[Any]:
+    """Return the :func:`own_copy` of each policy's tokenizer."""
+    return ByPolicy.of(tokenizers, "tokenizer").mapped(own_copy)
 
 
 # -- ends of turns -----------------------------------------------------------------------------------------------------

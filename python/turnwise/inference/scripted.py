@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.chat.tokenizers import own_copy
+from turnwise.chat.tokenizers import own_copies
 from turnwise.inference.common.base import ClientBase, find_policy, stop_check
 from turnwise.types import ContextLengthError, FinishReason, Messages, ModelError, ModelRequest, ModelResponse
 from turnwise.types.prompts import prompt_tokens
@@ -104,8 +104,9 @@ class ScriptedClient(ClientBase):
     A mapping's key is a part of the prompt's text, or the prompt's token ids; the first key that matches gives the
     line. A line is a :class:`Reply`, a text, token ids, or an exception, which the client raises.
 
-    ``versions`` names the policies and their weight versions. A request's ``max_tokens`` and stop tokens cut the reply
-    as they would cut a model's. A script without a line for a request raises ``ModelError``.
+    ``tokenizer`` is that of all policies, or each policy's by name. ``versions`` names the policies and their weight
+    versions. A request's ``max_tokens`` and stop tokens cut the reply as they would cut a model's. A script without a
+    line for a request raises ``ModelError``.
 
     Example: ``ScriptedClient({"2 + 2": "4", "capital of France": "Paris"})``
     """
@@ -122,7 +123,7 @@ class ScriptedClient(ClientBase):
             raise TypeError(f"script={script!r}: expected a sequence of replies, a mapping or a function, not one text")
         self.script = script
         self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
-        self._tokenizer = own_copy(self.tokenizer)
+        self._tokenizers = own_copies(self.tokenizer)
         self.context_length = context_length
         self.calls: list[ModelRequest] = []
         self.loads: list[tuple[str, list[str], int]] = []
@@ -182,7 +183,7 @@ class ScriptedClient(ClientBase):
             return self.script(request)
         if isinstance(self.script, Mapping):
             prompt = tuple(prompt_tokens(request))
-            text = self._tokenizer.decode(list(prompt), skip_special_tokens=False)
+            text = self._tokenizers[request.policy].decode(list(prompt), skip_special_tokens=False)
             for key, line in self.script.items():
                 if key in text if isinstance(key, str) else tuple(key) == prompt:
                     return line
@@ -204,22 +205,23 @@ class ScriptedClient(ClientBase):
         return self._response(request, reply)
 
     def _response(self, request: ModelRequest, reply: Reply) -> ModelResponse:
-        end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
+        tokenizer = self._tokenizers[request.policy]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         ids = list(reply.token_ids or ())
         if reply.text is not None:
-            ids = list(self._tokenizer.encode(reply.text, add_special_tokens=False)) + end
+            ids = list(tokenizer.encode(reply.text, add_special_tokens=False)) + end
         limit = request.sampling.max_tokens
         if self.context_length is not None:
             limit = min(limit, self.context_length - len(prompt_tokens(request)))
         stops = {*end, *request.sampling.stop_token_ids}
-        stopped = stop_check(request.sampling, self._tokenizer, prompt_tokens(request)) or (lambda ids: False)
+        stopped = stop_check(request.sampling, tokenizer, prompt_tokens(request)) or (lambda ids: False)
         stop = next(
             (index for index, token in enumerate(ids[:limit]) if token in stops or stopped(ids[: index + 1])), None
         )
         ids = ids[:limit] if stop is None else ids[: stop + 1]
         logprobs = [0.0] * len(ids) if reply.logprobs is None else list(reply.logprobs[: len(ids)])
         return ModelResponse(
-            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            text=tokenizer.decode(ids, skip_special_tokens=True),
             completion_token_ids=ids,
             logprobs=logprobs,
             finish_reason=reply.finish_reason or ("length" if stop is None else "stop"),

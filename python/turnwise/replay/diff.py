@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from turnwise.types import RolloutFacts, StepFacts, Tokenizer
+from turnwise.types import ByPolicy, RolloutFacts, StepFacts, Tokenizer, Tokenizers
 from turnwise.types.facts import separate
 from turnwise.types.short_prompts import FOLLOWS, whole_steps
 
@@ -62,17 +62,17 @@ def _around(token_ids: Sequence[int], at: int, tokenizer: Tokenizer) -> str:
 
 
 def first_difference(
-    expected: Mapping[str, Any], found: Mapping[str, Any], tokenizer: Tokenizer
+    expected: Mapping[str, Any], found: Mapping[str, Any], tokenizer: Tokenizers
 ) -> FirstDifference | None:
     """Compare two episodes from ``rollouts.jsonl`` and all below them: first the calls in order, then the rest.
 
     It ignores values that depend on the whole batch: advantages, and which questions were dropped.
     """
-    return next(_differences(_normal(expected), _normal(found), tokenizer), None)
+    return next(_differences(_normal(expected), _normal(found), ByPolicy.of(tokenizer, "tokenizer")), None)
 
 
 def _differences(
-    expected: Mapping[str, Any], found: Mapping[str, Any], tokenizer: Tokenizer
+    expected: Mapping[str, Any], found: Mapping[str, Any], tokenizers: ByPolicy[Tokenizer]
 ) -> Iterator[FirstDifference]:
     episode = f"episode {expected['id']} ({expected['episode_type']})"
     short: Iterator[tuple[Any, Any]] = zip_longest(expected["steps"], found["steps"], fillvalue={})
@@ -82,13 +82,13 @@ def _differences(
         # Prompts of the same new parts, after equal steps, are equal.
         same = same and all(_pair(old_part.get(name), new_part.get(name)) is None for name in _OF_A_PROMPT)
         where = f"call {index} of {len(expected['steps'])} of {episode}"
-        yield from _step_differences(old, new, where, tokenizer, same_prompt=same)
+        yield from _step_differences(old, new, where, tokenizers, same_prompt=same)
     for old, new in zip_longest(expected["children"], found["children"]):
         if old is None or new is None:
             count = len(expected["children"]), len(found["children"])
             yield FirstDifference("the number of nested episodes", episode, *map(str, count))
             return
-        yield from _differences(old, new, tokenizer)
+        yield from _differences(old, new, tokenizers)
     for name in expected:
         if name not in _OF_THE_BATCH and (pair := _pair(expected[name], found.get(name))):
             yield FirstDifference(_title(name), episode, *pair)
@@ -103,14 +103,19 @@ def _differences(
 
 
 def _step_differences(
-    old: dict[str, Any] | None, new: dict[str, Any] | None, where: str, tokenizer: Tokenizer, *, same_prompt: bool
+    old: dict[str, Any] | None,
+    new: dict[str, Any] | None,
+    where: str,
+    tokenizers: ByPolicy[Tokenizer],
+    *,
+    same_prompt: bool,
 ) -> Iterator[FirstDifference]:
     if old is None or new is None:
         yield FirstDifference("the number of recorded calls", where, _call(old), _call(new))
         return
     where = f"turn {old['turn']}, actor {old['actor_id']!r}, {where}"
     for name in ("completion_token_ids",) if same_prompt else ("prompt_token_ids", "completion_token_ids"):
-        if pair := token_diff(old[name], new[name], tokenizer):
+        if pair := token_diff(old[name], new[name], tokenizers[old["policy"]]):
             yield FirstDifference(_title(name), where, *pair)
     if not same_prompt:
         old, new = ({**each, "prompt": list(each["prompt"]), "prompt_token_ids": None} for each in (old, new))

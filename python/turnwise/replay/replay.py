@@ -117,7 +117,7 @@ async def _replay(
     async with contextlib.AsyncExitStack() as clients:
         live = await LivePolicies.open(config, swaps, record, clients) if swaps else None
         sample = None if live is None else live.sample
-        playback = Replayer(record, arena.plain_format(None).tokenizer, until=until, live=sample, swapped=list(swaps))
+        playback = Replayer(record, arena.own_tokenizers, until=until, live=sample, swapped=list(swaps))
         loop = asyncio.get_running_loop()
         assert isinstance(loop, DeadlockDetectingLoop)
         loop.on_idle = playback.idle
@@ -127,7 +127,7 @@ async def _replay(
         arena.shape_rewards([result])
         found = json.loads(json_line(plain_result(result)))
         with damage_named(config.run_dir / "rollouts.jsonl"):
-            playback.divergence = first_difference(record.row, found, arena.tokenizer)
+            playback.divergence = first_difference(record.row, found, arena.own_tokenizers)
     waiting = [_shown(context, call, record) for context, call in playback.left]
     sampled = [] if live is None else live.said
     return Replayed(record, playback.played, result, playback.divergence, waiting, sampled)
@@ -139,9 +139,9 @@ def recorded_arena(config: TrainConfig, record: EpisodeRecord) -> Arena:
     task = task_of(config)
     resolved, actors = resolve_config(config, task, problems)
     problems.raise_any()
-    tokenizer = check_models(resolved.policies, partial(tiny_model, resolved, task))
+    tokenizers = check_models(resolved.policies, partial(tiny_model, resolved, task))
     client: Any = RecordedClient(record.versions)
-    return arena_for_client(client, resolved, task, actors, tokenizer, record.arena["max_context"])
+    return arena_for_client(client, resolved, task, actors, tokenizers, record.arena["max_context"])
 
 
 def _fill(stores: Mapping[str, ArtifactStore], checkpoints: Path) -> None:
@@ -234,7 +234,7 @@ class LivePolicies:
         The first set also gets the past policies that the recorded episode played against. ``clients`` closes theirs.
         """
         runs: dict[str | None, Run] = {}
-        for swap in swaps.values():
+        for actor, swap in swaps.items():
             if swap.checkpoint in runs:
                 run = runs[swap.checkpoint]
             else:
@@ -243,6 +243,12 @@ class LivePolicies:
                 await run.trainer.sync_weights()
             if swap.name not in run.trainer.policies:
                 raise ValueError(f"swap: no policy {swap.name!r}, expected one of {sorted(run.trainer.policies)}")
+            played = record.request.policies.get(actor, run.arena.actors[actor].policy)
+            if not run.arena.own_tokenizers.alike(swap.name, played):
+                raise ValueError(
+                    f"swap: actor {actor!r} played with policy {played!r}, whose tokens policy {swap.name!r} can't "
+                    "read: expected a policy of the same tokenizer"
+                )
         seat_past(next(iter(runs.values())), record, swaps)
         return cls(swaps, runs)
 
@@ -253,7 +259,8 @@ class LivePolicies:
         policy = self.swaps.get(str(call.actor_id), replace(first, name=request.policy))
         run = self.runs[policy.checkpoint]
         response = await run.arena.generate(replace(request, policy=policy.name))
-        text = response.text or run.tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
+        tokenizer = run.arena.own_tokenizers[policy.name]
+        text = response.text or tokenizer.decode(response.completion_token_ids, skip_special_tokens=True)
         self.said.append(f"  turn {call.turn}, actor {call.actor_id!r}, policy {policy.name!r} ({call.key}): {text!r}")
         return response
 

@@ -22,6 +22,7 @@ from turnwise.arena.runtime.hashing import LazyRandom, derive_seed
 from turnwise.replay.diff import FirstDifference, token_diff
 from turnwise.state.codec import CodecError
 from turnwise.types import (
+    ByPolicy,
     Chat,
     ContextLengthError,
     GenerateResult,
@@ -29,7 +30,7 @@ from turnwise.types import (
     ModelRequest,
     ModelResponse,
     ParsedCompletion,
-    Tokenizer,
+    Tokenizers,
 )
 
 Live = Callable[[ModelCall], Awaitable[ModelResponse]]
@@ -56,13 +57,14 @@ class Replayer:
     def __init__(
         self,
         record: EpisodeRecord,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizers,
         *,
         until: int | None = None,
         live: Live | None = None,
         swapped: Sequence[str] = (),
     ) -> None:
-        self.record, self.tokenizer, self.until, self.live, self.swapped = record, tokenizer, until, live, swapped
+        self.record, self.until, self.live, self.swapped = record, until, live, swapped
+        self.tokenizers = ByPolicy.of(tokenizer, "tokenizer")
         self.calls: dict[str, tuple[EpisodeContext, ModelCall]] = {}
         self.divergence: FirstDifference | None = None
         self.left: list[tuple[EpisodeContext, ModelCall]] = []
@@ -219,13 +221,14 @@ class Replayer:
         request = call.request
         assert request is not None
         if recorded is None:
-            text = self.tokenizer.decode(list(request.prompt_token_ids[-200:]), skip_special_tokens=False)
+            tokenizer = self.tokenizers[request.policy]
+            text = tokenizer.decode(list(request.prompt_token_ids[-200:]), skip_special_tokens=False)
             where = f"turn {call.turn}, actor {call.actor_id!r}, {call.key}"
             return FirstDifference("the order of calls", where, "no call", f"one with a prompt that ends with {text!r}")
         step, where = recorded.step, self._describe_place(recorded, call.key)
         if step["actor_id"] != call.actor_id:
             return FirstDifference("the actor", where, repr(step["actor_id"]), repr(call.actor_id))
-        if pair := token_diff(step["prompt_token_ids"], request.prompt_token_ids, self.tokenizer):
+        if pair := token_diff(step["prompt_token_ids"], request.prompt_token_ids, self.tokenizers[step["policy"]]):
             return FirstDifference("the prompt", where, *pair)
         info, sampling = step["info"], request.sampling
         for name, old, new in (

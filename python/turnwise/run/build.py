@@ -61,7 +61,16 @@ from turnwise.train.model.policy import limit_heads
 from turnwise.train.run_folder import check_records
 from turnwise.train.run_lock import RunLock
 from turnwise.train.terms.teaching import attach_teachers
-from turnwise.types import Actor, EpisodeRequest, InferenceClient, Sampling, TaskCapabilities, capabilities_of
+from turnwise.types import (
+    Actor,
+    ByPolicy,
+    EpisodeRequest,
+    InferenceClient,
+    Sampling,
+    TaskCapabilities,
+    Tokenizers,
+    capabilities_of,
+)
 from turnwise.utils.signals import SIGNALS
 from turnwise.utils.threads import run_in_program
 
@@ -96,7 +105,7 @@ class Run:
 
     config: TrainConfig
     task: Task
-    tokenizer: Any
+    tokenizers: ByPolicy[Any]
     arena: Arena
     trainer: Trainer
     held_out: EvalSet
@@ -121,15 +130,15 @@ class Run:
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
             if self.config.learner.is_remote:
-                export_adapters(learner, self.tokenizer, folder, self.trainer.log)
+                export_adapters(learner, self.tokenizers, folder, self.trainer.log)
             elif not learner.holds_all_weights:
                 if any(policy.base is not None for policy in policies.values()):
                     self.trainer.log.note(
                         "a sharded run exports adapters alone: `turnwise export --merge` merges them with their bases"
                     )
-                export_shards(policies, self.tokenizer, folder, learner.send, own_bases=changed)
+                export_shards(policies, self.tokenizers, folder, learner.send, own_bases=changed)
             else:
-                export_policies(policies, self.tokenizer, folder, own_bases=changed)
+                export_policies(policies, self.tokenizers, folder, own_bases=changed)
         return progress
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
@@ -195,12 +204,12 @@ def follow_config(config: TrainConfig, mesh: Any) -> None:
     """Train the run of ``config`` on one of the ranks after the first, until rank 0 is done."""
     _prepare_torch(config)
     task = task_of(config)
-    config, actors, tokenizer, _ = check_config(config, task, warm=False, note=lambda _: None)
+    config, actors, tokenizers, _ = check_config(config, task, warm=False, note=lambda _: None)
     # All weights are rank 0's, so here they are not even read.
     models = attach_adapters(_load_models(config, task, empty=True), config.policies, config.seed)
     past_models(config, models)  # a base has the adapters of its past policies too
     policies = build_policies(config, models, _load_references(config, task, empty=True))
-    limit_heads(policies, tokenizer)
+    limit_heads(policies, tokenizers)
     attach_teachers(policies, actors, config)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # rank 0 saves after them, which takes all ranks
@@ -220,7 +229,7 @@ def build_run(
     task = task_of(config)
     resumes = bool(checkpoints_to_resume(config))
     kept: list[str] = []
-    config, actors, tokenizer, rows = check_config(
+    config, actors, tokenizers, rows = check_config(
         config,
         task,
         warm=bool(config.warm_start.steps) and warm and not resumes,
@@ -235,26 +244,26 @@ def build_run(
     if few and config.eval.num_prompts is None:
         log.note(f"task {task.name!r} has {min(few)} held-out questions, fewer than the default of {QUESTIONS}")
     if config.learner.is_remote:  # a server has the models
-        learner, client, context = build_remote(config, tokenizer, log)
-        arena = arena_for_client(client, config, task, actors, tokenizer, context)
+        learner, client, context = build_remote(config, tokenizers, log)
+        arena = arena_for_client(client, config, task, actors, tokenizers, context)
     else:
         saved = config.run_dir.absolute() / WARM_START if trains else None
         if saved is not None and not config.resume:
             shutil.rmtree(saved, ignore_errors=True)
-        learner, arena = _build_here(config, task, actors, tokenizer, rows, log, mesh, saved)
+        learner, arena = _build_here(config, task, actors, tokenizers, rows, log, mesh, saved)
     attach_workers(config, task, arena)
     callbacks = build_callbacks(
         config, actors, capabilities_of(task, TaskCapabilities).seats, arena.client, exploitability_of(task)
     )
     trainer = Trainer(arena, learner, config, validation=validation, log=log, callbacks=callbacks)
-    return Run(config, task, tokenizer, arena, trainer, held)
+    return Run(config, task, tokenizers, arena, trainer, held)
 
 
 def _build_here(
     config: TrainConfig,
     task: Task,
     actors: Sequence[Actor],
-    tokenizer: Any,
+    tokenizers: ByPolicy[Any],
     rows: Any,
     log: RunLog,
     mesh: Any,
@@ -270,15 +279,15 @@ def _build_here(
     device = find_device(config.device) if mesh is None else "cpu"
     models = _moved(_load_models(config, task), device)
     check_loaded(config, models)
-    for model in models.values():
-        limit_head(model, count_tokens(tokenizer))
+    for name, model in models.items():
+        limit_head(model, count_tokens(tokenizers[name]))
     if rows is not None:
         there = _moved(models, find_device(config.device))
-        run_warm_start(config, rows, players_of(task, actors), tokenizer, there, log, saved)
+        run_warm_start(config, rows, players_of(task, actors), tokenizers, there, log, saved)
         models = _moved(models, device)
     models = attach_adapters(models, config.policies, config.seed)
     # Build the arena with its client, and the policies.
-    arena = build_arena(config, task, actors, tokenizer, {**models, **past_models(config, models)})
+    arena = build_arena(config, task, actors, tokenizers, {**models, **past_models(config, models)})
     policies = build_policies(config, models, _moved(_load_references(config, task), device))
     attach_teachers(policies, actors, config)
     return policies if mesh is None else shard(policies, config, mesh), arena
@@ -308,11 +317,19 @@ def _moved(models: Mapping[str, Any], device: Any) -> dict[str, Any]:
 
 
 def build_arena(
-    config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizer: Any, models: dict[str, Any]
+    config: TrainConfig, task: Task, actors: Sequence[Actor], tokenizers: ByPolicy[Any], models: dict[str, Any]
 ) -> Arena:
     """Build an arena with the task's actors and episodes, and the run's client."""
-    context = shortest_context(model.config for model in models.values())
-    return arena_for_client(build_client(config, tokenizer, models), config, task, actors, tokenizer, context)
+    client = build_client(config, tokenizers, models)
+    return arena_for_client(client, config, task, actors, tokenizers, contexts_of(tokenizers, models))
+
+
+def contexts_of(tokenizers: ByPolicy[Any], models: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the context of each policy: the shortest of the ``models`` with its tokenizer."""
+    return {
+        name: shortest_context(model.config for other, model in models.items() if tokenizers.alike(name, other))
+        for name in models
+    }
 
 
 def arena_for_client(
@@ -320,8 +337,8 @@ def arena_for_client(
     config: TrainConfig,
     task: Task,
     actors: Sequence[Actor],
-    tokenizer: Any,
-    max_context: int | None,
+    tokenizers: Tokenizers,
+    max_context: int | Mapping[str, int | None] | None,
     kind: type[TaskArena] = TaskArena,
 ) -> Arena:
     """Build an arena as :func:`build_arena` does, with ``client`` and a context of ``max_context`` tokens."""
@@ -329,7 +346,7 @@ def arena_for_client(
     rollout = config.rollout
     arena = kind(
         client,
-        tokenizer,
+        tokenizers,
         credit=build_credit(config, task),
         sampling=rollout.sampling(),
         max_concurrency=rollout.max_concurrency,

@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.arena.setup import mix_of
 from turnwise.run.clients import check_client
-from turnwise.run.models import describe_models
+from turnwise.run.models import check_vocabularies, describe_models
 from turnwise.run.parts import FactsOfTask, build_stages, episodes_of, with_default_credit
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.ranks import expected_ranks
@@ -25,7 +25,7 @@ from turnwise.train.model.loading import check_models, find_device
 from turnwise.train.resume import settings_to_resume
 from turnwise.train.update.sft_rows import RowReader, SFTRows, demonstrated
 from turnwise.train.validate import contradictions
-from turnwise.types import Actor
+from turnwise.types import Actor, ByPolicy
 
 TINY_CONTEXT = 2048
 """Context of the tiny model, in tokens. It must hold a verifier's prompt: a question and its whole solution."""
@@ -33,15 +33,15 @@ TINY_CONTEXT = 2048
 
 def check_config(
     config: TrainConfig, task: Task, *, warm: bool, trains: bool = False, note: Callable[[str], None] | None = None
-) -> tuple[TrainConfig, list[Actor], Any, SFTRows | None]:
-    """Return the config with a policy for every actor, the actors, the tokenizer, and the rows of a ``warm`` start.
+) -> tuple[TrainConfig, list[Actor], ByPolicy[Any], SFTRows | None]:
+    """Return the config with a policy for every actor, the actors, the tokenizers, and the rows of a ``warm`` start.
 
     The function writes nothing and reads no weights. If the run goes on from a checkpoint, ``note`` gets a line for
     each setting that stays as it is there; without ``note`` the config's own are returned. Raises :class:`ConfigError`
     with a line for each problem.
     """
     problems = Problems()
-    tokenizer, rows = None, None
+    tokenizers, rows = None, None
     resolved, actors = resolve_config(config, task, problems, trains=trains)
     if note is not None:
         resolved = go_on(resolved, problems, note)
@@ -51,16 +51,18 @@ def check_config(
         check_client(resolved)
     with problems.gathered():
         tiny, remote = partial(tiny_model, config, task), config.learner.is_remote
-        tokenizer = check_models(resolved.policies, tiny, adapts=not remote)
+        tokenizers = check_models(resolved.policies, tiny, adapts=not remote)
+        check_vocabularies(resolved, actors, tiny)
     with problems.gathered():
-        if tokenizer is not None and note is not None:
-            check_vocabulary(resolved, lambda: tokenizer)
+        if tokenizers is not None and note is not None:
+            check_vocabulary(resolved, lambda: tokenizers)
     with problems.gathered():
         rows = warm_start_rows(config, task) if warm else None
         if rows is not None:
             check_targets(resolved, rows, players_of(task, actors))
     problems.raise_any()
-    return resolved, actors, tokenizer, rows
+    assert tokenizers is not None
+    return resolved, actors, tokenizers, rows
 
 
 def resolve_config(
@@ -113,6 +115,8 @@ def dry_run(config: TrainConfig) -> str:
     with problems.gathered():
         tiny = partial(tiny_model, config, task)
         check_vocabulary(resolved, lambda: check_models(resolved.policies, tiny, adapts=not config.learner.is_remote))
+    with problems.gathered():
+        check_vocabularies(resolved, actors, tiny)
     with problems.gathered():
         check_warm_start(resolved, task, actors)
     with problems.gathered():

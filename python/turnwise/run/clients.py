@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from turnwise.chat.tokenizers import own_copy
+from turnwise.chat.tokenizers import own_copies
 from turnwise.cluster.members import FOLDER, Members, members_file
 from turnwise.inference import (
     Endpoint,
@@ -33,7 +33,7 @@ from turnwise.train.config.sampling import ServerConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, told_by_key
 from turnwise.train.model.loading import find_device
-from turnwise.types import InferenceClient, ModelError
+from turnwise.types import InferenceClient, ModelError, Tokenizers
 from turnwise.utils.files import KEY_VARIABLE, check_no_links
 from turnwise.utils.values import problem
 
@@ -43,10 +43,10 @@ LOGS = "servers"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of client. ``check`` tests that it can be built; ``build`` builds it for models and their tokenizer."""
+    """A kind of client. ``check`` tests that it can be built; ``build`` builds it for models and their tokenizers."""
 
     check: Callable[[TrainConfig], None]
-    build: Callable[[TrainConfig, Any, Mapping[str, nn.Module]], InferenceClient]
+    build: Callable[[TrainConfig, Tokenizers, Mapping[str, nn.Module]], InferenceClient]
 
 
 def check_client(config: TrainConfig) -> None:
@@ -55,7 +55,7 @@ def check_client(config: TrainConfig) -> None:
         KINDS[config.rollout.client].check(config)
 
 
-def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+def build_client(config: TrainConfig, tokenizer: Tokenizers, models: Mapping[str, nn.Module]) -> InferenceClient:
     """Build the client for ``models``, given by policy. The trainer keeps its weights up to date.
 
     The embedded client uses the memory of the trainer's weights, unless it samples while they train. Raises
@@ -65,7 +65,7 @@ def build_client(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Mo
     return build(config, tokenizer, models)
 
 
-def _transformers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+def _transformers(config: TrainConfig, tokenizer: Tokenizers, models: Mapping[str, nn.Module]) -> InferenceClient:
     # Past policies of a league begin as the live model itself, and then hold other weights.
     live = [name for name in models if name in config.policies] if config.loop.max_staleness == 0 else []
     with told_by_key("rollout.client", "transformers"):
@@ -108,7 +108,7 @@ def _await_first(read: Callable[[], Mapping[str, str]], seconds: float) -> dict[
     return well
 
 
-def _vllm(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+def _vllm(config: TrainConfig, tokenizer: Tokenizers, models: Mapping[str, nn.Module]) -> InferenceClient:
     if config.rollout.server.url is not None:
         return _servers(config, tokenizer, models)
     rollout, server = config.rollout, config.rollout.server
@@ -136,7 +136,7 @@ def _endpoint(url: str, server: ServerConfig) -> Endpoint:
     return Endpoint(url, **keys, timeout=server.timeout)
 
 
-def _servers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+def _servers(config: TrainConfig, tokenizer: Tokenizers, models: Mapping[str, nn.Module]) -> InferenceClient:
     groups = config.rollout.server.groups(models)
     # One client per group of servers, with the models that these have.
     clients: dict[str, InferenceClient] = {}
@@ -147,7 +147,9 @@ def _servers(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module
     return next(iter(clients.values())) if len(groups) == 1 else RoutingClient(clients)
 
 
-def _group(urls: Sequence[str], config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> PoolClient:
+def _group(
+    urls: Sequence[str], config: TrainConfig, tokenizer: Tokenizers, models: Mapping[str, nn.Module]
+) -> PoolClient:
     """Build the client of the servers at ``urls``."""
     server = config.rollout.server
     endpoint, alone = partial(_endpoint, server=server), len(urls) == 1
@@ -167,7 +169,7 @@ class Engines:
     def __init__(
         self,
         config: TrainConfig,
-        tokenizer: Any,
+        tokenizer: Tokenizers,
         models: Mapping[str, nn.Module],
         endpoint: Callable[[str], Endpoint],
         folder: str | None,
@@ -175,7 +177,7 @@ class Engines:
         alone: bool = False,
     ) -> None:
         self._others, self._alone = others, alone
-        self._config, self._tokenizer, self._models = config, own_copy(tokenizer), models
+        self._config, self._tokenizers, self._models = config, own_copies(tokenizer), models
         self._endpoint, self._folder = endpoint, folder
         self._transfer: SharedTransfer | None = None
 
@@ -190,7 +192,7 @@ class Engines:
         shared = self._transfer
         return VLLMServerClient(
             endpoint,
-            self._tokenizer,
+            self._tokenizers,
             self._models,
             in_flight=self._config.loop.in_flight_updates,
             folder=self._folder,
@@ -213,7 +215,7 @@ class Engines:
         )
 
 
-def _cluster(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+def _cluster(config: TrainConfig, tokenizer: Tokenizers, models: Mapping[str, nn.Module]) -> InferenceClient:
     """Build the clients of the cluster's pools, which follow the members of the run.
 
     Raises ``ModelError`` if no engine of a pool is healthy within ``cluster.wait`` seconds.
@@ -229,7 +231,7 @@ def _cluster(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module
 
 
 def _followed(
-    pool: str, config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module], deadline: float
+    pool: str, config: TrainConfig, tokenizer: Tokenizers, models: Mapping[str, nn.Module], deadline: float
 ) -> PoolClient:
     """Build the client of a pool from its first healthy engine. The others join when the run's members list them."""
     cluster, server = config.cluster, config.rollout.server
@@ -258,7 +260,7 @@ def _members(run_dir: Path, pool: str) -> tuple[int, Mapping[str, str]]:
     return members.epoch, members.engines.get(pool, {})
 
 
-def _reject_models(config: TrainConfig, tokenizer: Any, models: Mapping[str, nn.Module]) -> InferenceClient:
+def _reject_models(config: TrainConfig, tokenizer: Tokenizers, models: Mapping[str, nn.Module]) -> InferenceClient:
     raise ConfigError(problem("rollout.client", "expected learner.type = 'tinker': it samples no models", "tinker"))
 
 

@@ -87,7 +87,7 @@ def _prepare_models(config: TrainConfig, resolved: TrainConfig, task: Any) -> di
         policies = {each: resolved.policies[each] for each in pool.policies or resolved.policies}
         first = next(iter(policies.values()))
         folder = folders[name] = (config.run_dir / FOLDER / "models" / name).absolute()
-        tokenizer = check_models(policies, partial(tiny_model, config, task))
+        tokenizer = check_models(policies, partial(tiny_model, config, task)).common()
         if first.path == TINY:
             model = tiny_model(config, task)[1]
             model_config = model.config

@@ -92,7 +92,7 @@ def export_checkpoint(
     def tiny() -> tuple[Any, Any]:
         return tiny_model(config, task_of(config))
 
-    tokenizer = check_models(policies, tiny)
+    tokenizers = check_models(policies, tiny)
     loaded = load_models(policies, tiny, share_frozen=config.warm_start.steps == 0, empty=True)
     for name, model in loaded.items():
         _take_generation_config(model, policies[name].path)
@@ -111,10 +111,10 @@ def export_checkpoint(
                 base_paths[id(shared)] = base
                 if writes_bases:
                     base_folder = (out / "bases" / str(list(bases).index(id(shared)))).resolve()
-                    export_model(shared.plain(), tokenizer, base_folder, merge=False)
+                    export_model(shared.plain(), tokenizers[name], base_folder, merge=False)
                     base_paths[id(shared)] = str(base_folder)
             base = base_paths.get(id(shared), base)
-            export_model(model, tokenizer, folder, merge=merge, base=base)
+            export_model(model, tokenizers[name], folder, merge=merge, base=base)
             whole = folder / "merged" if adapter else folder
             exported.append(Exported(name, whole) if merge or not adapter else Exported(name, folder, base))
         else:
@@ -124,7 +124,7 @@ def export_checkpoint(
             }  # float32 if it trains in bfloat16
             model.load_state_dict(rounded, strict=False, assign=True)
             model.tie_weights()
-            export_model(model, tokenizer, folder, merge=False)
+            export_model(model, tokenizers[name], folder, merge=False)
             model.to("meta")  # frees its memory for the next one
             exported.append(Exported(name, folder))
     return exported, manifest

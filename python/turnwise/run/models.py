@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from turnwise.inference.common.experts import find_experts
-from turnwise.inference.common.model_files import read_config
+from turnwise.inference.common.model_files import read_config, read_tokenizer
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
 from turnwise.train.config.policies import PolicyConfig, sharing
@@ -21,6 +21,7 @@ from turnwise.train.model.forward import LAYOUTS
 from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targets, load_model, load_models
 from turnwise.train.model.support import ModelFacts, facts_of
 from turnwise.train.terms.registry import check_term_models
+from turnwise.types import Actor
 from turnwise.utils.values import problem
 
 TRIED = 50_000_000
@@ -55,6 +56,46 @@ def ask_models(config: TrainConfig, tiny: Tiny) -> list[ModelCheck]:
                 checks += _ask(policies, config, tiny)
     problems.raise_any()
     return checks
+
+
+def check_vocabularies(config: TrainConfig, actors: Sequence[Actor], tiny: Tiny) -> None:
+    """Raise :class:`ConfigError` with a line for each reference or teacher that doesn't have the tokens of its policy.
+
+    Models that are not on this machine are left out.
+    """
+    read: dict[str, Any] = {}
+    problems = []
+    for key, value, path, pupil in _readers(config, actors):
+        for each in {path, pupil} - read.keys():
+            read[each] = _tokens(each, tiny)
+        if None not in (read[path], read[pupil]) and read[path] != read[pupil]:
+            why = f"{path!r} has other tokens than {pupil!r}, so it can't read those of the policy"
+            problems.append(problem(key, f"{why}: expected a model of the same tokenizer", value))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _readers(config: TrainConfig, actors: Sequence[Actor]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each model that reads the tokens of another: the config key and its value, and the paths of both."""
+    for name, policy in config.policies.items():
+        if policy.reference not in (None, policy.path):
+            yield f"policies.{name}.reference", policy.reference, policy.reference, policy.path
+    for actor in actors:
+        teacher = config.teachers().get(actor.id)
+        if teacher is not None and {teacher, actor.policy} <= config.policies.keys():
+            paths = [config.policies[name].path for name in (teacher, actor.policy)]
+            if paths[0] != paths[1]:
+                yield f"actors.{actor.id}.teacher", teacher, *paths
+
+
+def _tokens(path: str, tiny: Tiny) -> dict[str, int] | None:
+    """Return the tokens of a model and their ids; ``None`` if its files can't be read here."""
+    if path == TINY:
+        return dict(tiny()[0].get_vocab())
+    try:
+        return dict(read_tokenizer(path).get_vocab()) if _is_here(path) else None
+    except (OSError, ValueError):  # which the check of the models tells
+        return None
 
 
 def describe_models(config: TrainConfig, tiny: Tiny) -> list[str]:

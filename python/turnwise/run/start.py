@@ -23,7 +23,7 @@ from turnwise.train.update.held_out import HeldOutCheck
 from turnwise.train.update.sft import WarmStart, grouped, warm_start
 from turnwise.train.update.sft_data import Demonstration, fitting
 from turnwise.train.update.sft_rows import SFTRow, SFTRows
-from turnwise.types import Actor, EpisodeRequest
+from turnwise.types import Actor, ByPolicy, EpisodeRequest, Tokenizers
 from turnwise.utils.signals import deferred_signals
 
 
@@ -46,19 +46,21 @@ def run_warm_start(
     config: TrainConfig,
     rows: SFTRows,
     actors: Sequence[Actor],
-    tokenizer: Any,
+    tokenizer: Tokenizers,
     models: dict[str, Any],
     log: RunLog,
     folder: Path | None = None,
 ) -> None:
     """Train each model on the rows of its actors; a shared base learns the rows of all policies that share it.
 
-    Of several tasks, ``actors`` has the actors of each. With a ``folder`` it is saved there (:class:`WarmStartSaver`):
-    a signal then ends the process after the step, and the next start goes on.
+    ``tokenizer`` is that of all policies, or each policy's. Of several tasks, ``actors`` has the actors of each. With a
+    ``folder`` it is saved there (:class:`WarmStartSaver`): a signal then ends the process after the step, and the next
+    start goes on.
     """
     log.note(f"warm start on {rows.source}")
     with deferred_signals() if folder is not None else nullcontext(lambda: None) as asked:
-        _warm_start_each(config, rows, actors, tokenizer, models, log, folder, asked)
+        tokenizers = ByPolicy.of(tokenizer, "tokenizer")
+        _warm_start_each(config, rows, actors, tokenizers, models, log, folder, asked)
 
 
 def players_of(task: Task, actors: Sequence[Actor]) -> Sequence[Actor]:
@@ -92,7 +94,7 @@ def _warm_start_each(
     config: TrainConfig,
     rows: SFTRows,
     actors: Sequence[Actor],
-    tokenizer: Any,
+    tokenizers: ByPolicy[Any],
     models: dict[str, Any],
     log: RunLog,
     folder: Path | None,
@@ -106,7 +108,7 @@ def _warm_start_each(
             continue
         model = models[names[0]]
         players = [actor for actor in actors if actor.policy in names]
-        fit = fitting(tokenizer, kept, context_length(model.config), log.note, players)
+        fit = fitting(tokenizers[names[0]], kept, context_length(model.config), log.note, players)
         notes = _WarmStartNotes(log, config.warm_start.steps, names, records)
         saver = None
         if folder is not None:

@@ -21,7 +21,7 @@ from turnwise.train.config.toml import ConfigError, told_by_key
 from turnwise.train.learner.tinker.learner import TinkerLearner
 from turnwise.train.learner.tinker.remote import RemoteAdapter, RemotePolicy
 from turnwise.train.log.run_log import RunLog
-from turnwise.types import InferenceClient
+from turnwise.types import ByPolicy, InferenceClient
 from turnwise.utils.values import problem
 
 
@@ -58,7 +58,7 @@ class Remote(NamedTuple):
     context_length: int | None
 
 
-def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
+def build_remote(config: TrainConfig, tokenizers: ByPolicy[Any], log: RunLog) -> Remote:
     """Connect to the server, and create an adapter there for each trainable policy."""
     path, server, name_there = next(iter(config.policies.values())).path, connect(config), base_model(config)
     model = read_config(path).get_text_config()
@@ -82,7 +82,7 @@ def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
     learner = TinkerLearner(policies, adapters, config, name_there, base)
     context = context_length(model)
     client = TinkerClient(
-        server, tokenizer, policies, vocabulary=model.vocab_size, context_length=context, seed=config.seed
+        server, tokenizers.common(), policies, vocabulary=model.vocab_size, context_length=context, seed=config.seed
     )
     log.note(f"{server.url} holds and trains the adapters of {', '.join(adapters)} over {name_there}")
     if not learner.kind.clips:
@@ -92,7 +92,7 @@ def build_remote(config: TrainConfig, tokenizer: Any, log: RunLog) -> Remote:
     return Remote(learner, client, context)
 
 
-def export_adapters(learner: TinkerLearner, tokenizer: Any, run_dir: Path, log: RunLog) -> None:
+def export_adapters(learner: TinkerLearner, tokenizers: ByPolicy[Any], run_dir: Path, log: RunLog) -> None:
     """Download each trained adapter from the server into ``run_dir/policies/<name>``, in peft's format."""
     for name, adapter in learner.adapters.items():
         folder = run_dir / "policies" / name
@@ -104,7 +104,7 @@ def export_adapters(learner: TinkerLearner, tokenizer: Any, run_dir: Path, log: 
             log.note(f"policy {name!r} is not exported, and stays on the server as {path}: {error}")
             continue
         _complete(folder)
-        tokenizer.save_pretrained(folder)
+        tokenizers[name].save_pretrained(folder)
 
 
 def _complete(folder: Path) -> None:

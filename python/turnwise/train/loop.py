@@ -102,8 +102,8 @@ class Trainer:
 
         # Logs and metrics.
         self.log = log or RunLog.from_config(config)
-        self.log.tokenizer = self.log.tokenizer or arena.plain_format(None).tokenizer
-        limit_heads(policies, self.log.tokenizer)
+        self.log.tokenizer = self.log.tokenizer or arena.own_tokenizers
+        limit_heads(policies, arena.own_tokenizers)
         arena.episode_counter.show = self.log.rollouts
         self.client_metrics = ClientMetrics(arena.client)
         self.cluster_metrics = ClusterMetrics(config, arena.client)

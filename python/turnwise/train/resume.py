@@ -24,7 +24,7 @@ from turnwise.train.checkpoint.files import (
 from turnwise.train.checkpoint.listing import checkpoint_at, checkpoints_to_resume, list_checkpoints
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import random_state, set_random_state
-from turnwise.train.checkpoint.vocabulary import VOCABULARY, check_vocabulary, digest_of
+from turnwise.train.checkpoint.vocabulary import VOCABULARY, check_vocabulary, digests
 from turnwise.train.config.changes import Resumed, resumed
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import to_toml
@@ -71,7 +71,7 @@ def save_run(trainer: TrainerView) -> Path:
     state = {
         SETTINGS: to_toml(trainer.config),
         CREDIT_RULE: name_of(type(trainer.arena.credit)),
-        VOCABULARY: digest_of(trainer.arena.tokenizer),
+        VOCABULARY: digests(trainer.arena.own_tokenizers),
         "progress": asdict(trainer.progress),
         "arena": arena,
         "random": generators,
@@ -137,7 +137,7 @@ def resume_run(trainer: TrainerView) -> Mapping[str, Any] | None:
     checkpoints = list_checkpoints(trainer.checkpoints)
     going_on = settings_to_resume(trainer.config)
     trainer.config = going_on.or_raise()
-    check_vocabulary(trainer.config, lambda: trainer.arena.tokenizer)
+    check_vocabulary(trainer.config, lambda: trainer.arena.own_tokenizers)
     trainer.rollouts = new_queue(trainer)
     name_run(trainer.arena, trainer.config.run_dir)
 

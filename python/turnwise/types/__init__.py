@@ -1,7 +1,7 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, facts, completions, model_calls, prompts, short_prompts, columns, passes, training,
-capabilities, protocols.
+Read in this order: play, facts, completions, model_calls, prompts, short_prompts, by_policy, columns, passes,
+training, capabilities, protocols.
 May import: utils.
 
 Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packed stream, ``P`` prompt tokens,
@@ -10,6 +10,7 @@ Nothing here imports torch. Array shapes: ``B`` samples, ``N`` tokens of a packe
 
 from __future__ import annotations
 
+from turnwise.types.by_policy import ByPolicy, Tokenizers
 from turnwise.types.capabilities import (
     CheckedClient,
     ClientCapabilities,
@@ -84,6 +85,7 @@ __all__ = [
     "Actor",
     "AllowedTokens",
     "Artifact",
+    "ByPolicy",
     "Chat",
     "CheckedClient",
     "ClientCapabilities",
@@ -128,6 +130,7 @@ __all__ = [
     "TokenColumn",
     "TokenizedClient",
     "Tokenizer",
+    "Tokenizers",
     "ToolCall",
     "TrainingBatch",
     "capabilities_of",

@@ -237,12 +237,14 @@ class AllowedTokens(Column):
     def join(cls, parts: Sequence[AllowedTokens | None], lengths: np.ndarray) -> AllowedTokens:
         mask_index = np.full(lengths.sum(), -1, dtype=np.int64)
         rows: dict[bytes, int] = {}
+        widest = max((part.masks.shape[1] for part in parts if part is not None), default=0)  # of several vocabularies
         for part, end in zip(parts, lengths.sum(axis=1).cumsum(), strict=True):
             if part is not None:
-                places = np.array([rows.setdefault(mask.tobytes(), len(rows)) for mask in part.masks])
+                masks = [mask.tobytes().ljust(widest, b"\0") for mask in part.masks]
+                places = np.array([rows.setdefault(mask, len(rows)) for mask in masks])
                 mask_index[end - len(part.mask_index) : end] = places[part.mask_index]
-        masks = np.frombuffer(bytearray().join(rows), dtype=np.uint8).reshape(len(rows), -1)
-        return AllowedTokens(mask_index, masks)
+        joined = np.frombuffer(bytearray().join(rows), dtype=np.uint8).reshape(len(rows), -1)
+        return AllowedTokens(mask_index, joined)
 
     def trained(self, loss_mask: np.ndarray) -> np.ndarray:
         """Leave out tokens without an alternative, which are no choice of the policy."""

@@ -64,9 +64,15 @@ class ArenaForHooks(Protocol):
         ...
 
     def chat_format(
-        self, actor: Actor | None = None, *, renderer: str = "auto", template_kwargs: Mapping[str, Any] | None = None
+        self,
+        actor: Actor | None = None,
+        *,
+        policy: str | None = None,
+        renderer: str = "auto",
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return the format in which ``actor`` writes and reads chats (:class:`turnwise.chat.formats.ChatFormat`).
+        """Return the format in which ``policy``, by default the one that plays ``actor``, reads and writes with tools
+        (:class:`turnwise.chat.formats.ChatFormat`).
 
         Without an actor: the format of ``renderer``, with the options of the chat template.
         """
@@ -85,9 +91,15 @@ class ArenaForHooks(Protocol):
         ...
 
     def build_prompt(
-        self, actor: Actor, prompt: str | Chat, format: Any, tools: Sequence[dict[str, Any]]
+        self,
+        actor: Actor | None,
+        prompt: str | Chat,
+        format: Any,
+        tools: Sequence[dict[str, Any]],
+        policy: str | None = None,
     ) -> tuple[Prefix[Message], Prefix[int]]:
-        """Return the chat of an actor with ``tools`` in this turn, and its tokens."""
+        """Return the chat of an actor with ``tools`` in this turn, and its tokens; by default for the policy that plays
+        it."""
         ...
 
     async def generate_rollouts(
@@ -112,8 +124,8 @@ class ArenaRuntime(ArenaForHooks, Protocol):
     """Filters of the training batch (:class:`turnwise.samples.filters.Filters`)."""
     retries: int
     """Number of further attempts after an episode fails."""
-    max_context: int | None
-    """Length of the model's context in tokens."""
+    max_context: int | dict[str, int | None] | None
+    """Length of the model's context in tokens, by policy if there are several."""
     record_episodes: bool
     """Record each top episode for replay."""
     started: int

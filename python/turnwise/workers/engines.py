@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from turnwise.chat.tokenizers import own_copy
+from turnwise.chat.tokenizers import own_copies
 from turnwise.inference import PoolClient, RoutingClient, VLLMClient, VLLMServerClient, VLLMServerReader
 from turnwise.inference.common.http import Endpoint
 from turnwise.inference.server.reader import ServedWeights
-from turnwise.types import InferenceClient, Tokenizer
+from turnwise.types import InferenceClient, Tokenizers
 from turnwise.workers.messages import EnginePool, Engines
 
 
@@ -56,13 +56,13 @@ class WorkerClient:
     def __init__(
         self,
         engines: Engines,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizers,
         endpoint: Callable[[str], Endpoint],
         seed: int,
         attempts: int = 3,
         routed_experts: bool = False,
     ) -> None:
-        self._tokenizer, self._endpoint, self._seed = own_copy(tokenizer), endpoint, seed
+        self._tokenizers, self._endpoint, self._seed = own_copies(tokenizer), endpoint, seed
         self._routed_experts = routed_experts
         self._readers: list[dict[str, VLLMServerReader]] = []
         self._pools: list[PoolClient] = []
@@ -79,7 +79,7 @@ class WorkerClient:
 
     def _reader(self, url: str, served: ServedWeights, pool: EnginePool) -> VLLMServerReader:
         options: dict[str, Any] = {"wait": pool.timeout, "seed": self._seed, "routed_experts": self._routed_experts}
-        return VLLMServerReader(self._endpoint(url), self._tokenizer, served, **options)
+        return VLLMServerReader(self._endpoint(url), self._tokenizers, served, **options)
 
     def follow(self, engines: Engines) -> None:
         """Take new labels, join new engines, and leave those that are gone."""

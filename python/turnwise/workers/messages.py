@@ -47,8 +47,8 @@ class Setup:
 
     versions: Mapping[str, Any]
     config: Mapping[str, Any]
-    max_context: int | None
-    """The model's context, in tokens."""
+    max_context: int | Mapping[str, int | None] | None
+    """The model's context in tokens, by policy if there are several."""
     quotas: Mapping[str | None, int]
     """The most model calls that single actors make at the same time, in this worker."""
     alive_every: float

@@ -81,7 +81,7 @@ def test_the_past_plays_with_the_weights_that_it_had_and_none_of_its_tokens_trai
                 checked.add(member)
                 for name, tensor in run.trainer.policies["default"].weights():
                     tensor.copy_(history[member][name])
-                client = TransformersClient(model, run.tokenizer)
+                client = TransformersClient(model, run.tokenizers)
                 request = ModelRequest(step.prompt_token_ids, Sampling(max_tokens=6))
                 [scored] = asyncio.run(client.score([request], [step.completion_token_ids]))
                 assert np.allclose(scored, step.completion_logprobs, atol=1e-5), member

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.arena.runtime.context import EpisodeContext, ModelCall
+from turnwise.arena.runtime.context import EpisodeContext, ModelCall, current_context
 from turnwise.arena.runtime.privacy import sampled_key
 from turnwise.arena.runtime.watch import count
 from turnwise.chat import ChatFormat
@@ -139,10 +139,11 @@ def with_parse(
     return changed(response, text=text, prompt_token_ids=prompt, parsed=parsed)
 
 
-def playing(actor: Actor | None, context: EpisodeContext | None) -> str:
+def playing(actor: Actor | None, context: EpisodeContext | None = None) -> str:
     """Return the policy that plays ``actor`` now: the one that the episode's request names, else the actor's own."""
     if actor is None:
         return "default"
+    context = context or current_context()
     policies = {} if context is None else context.policies
     return policies.get(actor.id, actor.policy) if policies else actor.policy
 

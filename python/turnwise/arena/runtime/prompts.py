@@ -71,15 +71,17 @@ class Prompts:
         prompt: str | Chat,
         steps: Sequence[Step | None] = (),
         tools: Sequence[Tool] = (),
+        alike: Callable[[str], bool] = lambda policy: True,
     ) -> Prompt:
         """Return the chat of ``actor`` and its tokens. ``steps`` are the episode's calls before this one.
 
-        Raises as :func:`to_messages`.
+        The prompt may go on from calls of policies that are ``alike``: they have the tokenizer of ``format``. Raises as
+        :func:`to_messages`.
         """
         found, rest = None, []
         if actor is not None and steps and isinstance(prompt, list) and len(prompt) > 1:
             prompt = _with_system(prompt, actor)
-            found = _earlier(actor.id, prompt, steps, _kind(tools))
+            found = _earlier(actor.id, prompt, steps, _kind(tools), alike)
             rest = prompt[found.length :] if found is not None else []
         if found is None or not are_texts(rest):
             messages = to_messages(prompt, actor)
@@ -199,16 +201,19 @@ def _with_system(messages: Messages, actor: Actor) -> Messages:
     return type(messages)([{"role": "system", "content": actor.system_prompt}, *messages])
 
 
-def _earlier(actor: str, messages: Messages, steps: Sequence[Step | None], kind: str) -> _Earlier | None:
+def _earlier(
+    actor: str, messages: Messages, steps: Sequence[Step | None], kind: str, alike: Callable[[str], bool]
+) -> _Earlier | None:
     """Return the latest call of ``actor`` that ``messages`` go on from; its latest call if there is none.
 
-    ``kind`` ends the origin of calls that were rendered with tools, or without.
+    Only calls of policies that are ``alike`` count. ``kind`` ends the origin of calls that were rendered with tools, or
+    without.
     """
     kinds = (WHOLE + kind, SAMPLED + kind, ANCHORED + kind)
     latest: _Earlier | None = None
     left = MAX_EARLIER
     for step in reversed(steps):
-        if step is None or step.actor_id != actor:
+        if step is None or step.actor_id != actor or not alike(step.policy):
             continue
         chat, ids = prompt_chat(step), prompt_tokens(step)
         if not isinstance(chat, Prefix) or not isinstance(ids, Prefix) or ids.origin not in kinds:

@@ -120,7 +120,8 @@ class Distillation(Stage):
             if prompt is None:
                 continue
             # Servers need room for one more token, so they can't score one in the context's last place.
-            room = len(ids) if arena.max_context is None else arena.max_context - 1 - len(prompt)
+            context = arena.context_of(self.teachers[sample.actor])
+            room = len(ids) if context is None else context - 1 - len(prompt)
             if room < max(1, len(ids) - 1):
                 continue
             taught.append((sample, step))
@@ -189,7 +190,7 @@ def hinted_prompt(arena: Any, step: Step, hint: str | None) -> list[int] | None:
     """
     if not hint or step.actor_id is None:
         return None
-    format = arena.plain_format(arena.actors[step.actor_id])
+    format = arena.plain_format(arena.actors[step.actor_id], step.policy)
     if list(format.prompt_ids(step.prompt)) != list(prompt_tokens(step)):
         return None
     messages: Messages = [dict(message) for message in step.prompt]

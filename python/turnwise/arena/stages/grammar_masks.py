@@ -44,7 +44,7 @@ class GrammarMasks(Stage):
         reason = self.unsupported
         if not reason:
             try:
-                tokenizer, grammar = arena.plain_format(None).tokenizer, Grammar(sample.facts.grammar or "")
+                tokenizer, grammar = arena.own_tokenizers[sample.policy], Grammar(sample.facts.grammar or "")
                 sample.columns[ALLOWED] = allowed_tokens(tokenizer, grammar, sample.completion_token_ids)
                 return True
             except GrammarError as error:

@@ -99,8 +99,8 @@ def play_tournament(
     """Play ``games`` games per pair among the checkpoints of ``run_dirs`` and the task's scripted players.
 
     ``checkpoints`` are names as in ``turnwise eval --checkpoint``, or ``"all"``. By default ``task`` is what the runs
-    trained on, with its options, and ``baselines`` are all of its scripted players. Raises ``ValueError`` for runs
-    with different tokenizers, and for a task without seats that play against each other.
+    trained on, with its options, and ``baselines`` are all of its scripted players. The runs' models may be of
+    different families. Raises ``ValueError`` for a task without seats that play against each other.
     """
     if games < 2:
         raise ValueError(f"games={games!r}: expected at least 2, one from each seat")
@@ -127,11 +127,10 @@ def play_tournament(
 
 async def _round_robin(client: MatchClient, task: Task, participants: Sequence[Participant], games: int) -> Payoffs:
     payoffs, seats = Payoffs(), capabilities_of(task, TaskCapabilities).seats
-    arena = client.arena()
     for first, second in combinations(participants, 2):
         client.seat(first, 0)
         client.seat(second, 1)
-        for match in await _matches(arena, task, seats, games):
+        for match in await _matches(client.arena(), task, seats, games):
             payoffs.add(first.name, second.name, match)
     return payoffs
 
@@ -223,15 +222,6 @@ class MatchClient:
     def __init__(self, runs: Sequence[Run], task: Task, participants: Sequence[Participant]) -> None:
         self.runs, self.task, self.participants = runs, task, participants
         self.sides: list[Participant | None] = [None, None]
-        self.tokenizer = runs[0].tokenizer
-        self._format = runs[0].arena.plain_format(None)
-        for run in runs[1:]:
-            mine, others = self.tokenizer, run.tokenizer
-            if mine.get_vocab() != others.get_vocab() or mine.chat_template != others.chat_template:
-                raise ValueError(
-                    f"run_dirs: {runs[0].config.run_dir} and {run.config.run_dir} have different tokenizers, so they "
-                    "can't meet"
-                )
         for run in runs:
             if newest := list_checkpoints(run.trainer.checkpoints):
                 load_weights(newest[-1], run.trainer.policies)  # for the bases and the frozen policies
@@ -239,9 +229,15 @@ class MatchClient:
                 run.arena.client.load_weights(policy.name, policy.all_weights(), policy.version)
 
     def arena(self) -> Arena:
-        """Build an arena with the task's actors and episodes."""
-        first = self.runs[0].arena
-        arena = Arena(self, self.tokenizer, sampling=first.sampling, max_context=first.max_context)
+        """Build an arena with the task's actors and episodes, for the two participants that are seated."""
+        played = {
+            f"{side}/{actor.id}": _player_of(self.runs[(participant and participant.run) or 0], actor.id)
+            for side, participant in enumerate(self.sides)
+            for actor in self.task.actors
+        }
+        tokenizers = {seat: arena.tokenizer_of(policy) for seat, (arena, policy) in played.items()}
+        contexts = {seat: arena.context_of(policy) for seat, (arena, policy) in played.items()}
+        arena = Arena(self, tokenizers, sampling=self.runs[0].arena.sampling, max_context=contexts)
         for actor in self.task.actors:
             arena.add_actor(replace(actor, policy=f"0/{actor.id}"))
         for name, episode in self.task.episodes().items():
@@ -276,10 +272,12 @@ class MatchClient:
         if participant.run is None:
             player: Player = self.task.players[participant.name](Random(request.sampling.seed))  # type: ignore[attr-defined]
             text = player(seat, request.messages or [])
-            ids = [*self._format.encode(text), *self._format.end_token_ids]
+            arena, policy = _player_of(self.runs[0], seat)
+            format = arena.plain_format(None, policy)
+            ids = [*format.encode(text), *format.end_token_ids]
             return ModelResponse(text, ids, [0.0] * len(ids), "stop", [(len(ids), 0)], trainable=False)
         run = self.runs[participant.run]
-        policy = run.arena.actors[seat].policy if seat in run.arena.actors else next(iter(run.trainer.policies))
+        _, policy = _player_of(run, seat)
         name = slot_name(policy, int(side)) if run.trainer.policies[policy].trainable else policy
         [response] = await run.arena.client.generate([replace(request, policy=name)])
         return response
@@ -298,6 +296,12 @@ class MatchClient:
 
     async def close(self) -> None:
         """Do nothing: ``play_tournament`` closes the runs."""
+
+
+def _player_of(run: Run, seat: str) -> tuple[Arena, str]:
+    """Return the arena of ``run`` and its policy that plays in ``seat``, by default its first one."""
+    actor = run.arena.actors.get(seat)
+    return run.arena, next(iter(run.trainer.policies)) if actor is None else actor.policy
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from turnwise.chat.grammar import check_grammar, dead_end
-from turnwise.chat.tokenizers import keep_ends, own_copy
+from turnwise.chat.tokenizers import keep_ends, own_copies
 from turnwise.inference.common.base import (
     ClientBase,
     completion_limit,
@@ -34,13 +34,14 @@ from turnwise.inference.local.models import FairLock, ForwardLock, copy_models, 
 from turnwise.inference.local.scoring import ScoredSequence, completion_logprobs, length_batches
 from turnwise.inference.weights.load import copy_weights
 from turnwise.types import (
+    ByPolicy,
     ClientCapabilities,
     DeadEndError,
     ModelError,
     ModelRequest,
     ModelResponse,
     RoutedExperts,
-    Tokenizer,
+    Tokenizers,
 )
 from turnwise.types.prompts import prompt_tokens
 from turnwise.utils.threads import to_thread
@@ -75,6 +76,7 @@ class TransformersClient(ClientBase):
 
     - ``policies``: one model, which is then policy ``"default"``, or models by policy name. Adapters over one shared
       base use one copy of it.
+    - ``tokenizer``: that of all policies, or each policy's by name.
     - ``max_batch_rows``, ``max_batch_tokens``: limits of a batch. The second counts prompt and new tokens with padding.
     - ``share``: uses the given modules, not copies. The caller must not train them while a batch runs;
       ``await pause()`` waits until none runs.
@@ -95,7 +97,7 @@ class TransformersClient(ClientBase):
     def __init__(
         self,
         policies: Mapping[str, nn.Module] | nn.Module,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizers,
         *,
         max_batch_rows: int = 512,
         max_batch_tokens: int = 131072,
@@ -112,10 +114,11 @@ class TransformersClient(ClientBase):
         models = {"default": policies} if isinstance(policies, nn.Module) else dict(policies)
         if not models:
             raise ValueError("policies is empty: expected at least one model")
-        for model in models.values():
-            keep_ends(tokenizer, getattr(model, "generation_config", None))
-            limit_head(model, count_tokens(tokenizer))
-        self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
+        tokenizers = ByPolicy.of(tokenizer, "tokenizer")
+        for name, model in models.items():
+            keep_ends(tokenizers[name], getattr(model, "generation_config", None))
+            limit_head(model, count_tokens(tokenizers[name]))
+        self.tokenizer, self._tokenizers = tokenizers.plain, own_copies(tokenizers)
         self.max_batch_rows = max_batch_rows
         self.max_batch_tokens = max_batch_tokens
         self._shares_modules, self._shares_weights = share, share or bool(live)
@@ -143,9 +146,9 @@ class TransformersClient(ClientBase):
             raise ModelError("the client is closed")
         if any(request.scored_token_ids is not None for request in requests):
             return await self._generate_and_score(requests)
-        for grammar in {request.sampling.grammar for request in requests}:
+        for policy, grammar in {(request.policy, request.sampling.grammar) for request in requests}:
             if grammar is not None:
-                await to_thread(check_grammar, self._tokenizer, grammar)
+                await to_thread(check_grammar, self._tokenizers[policy], grammar)
         loop = asyncio.get_running_loop()
         jobs = [PendingRequest(request, self._row(request), loop.create_future()) for request in requests]
         self._waiting.extend(jobs)
@@ -184,7 +187,7 @@ class TransformersClient(ClientBase):
         completions = [list(request.scored_token_ids or ()) for request in scored]
         logprobs, responses = await asyncio.gather(self.score(scored, completions), self.generate(sampled))
         scores = iter(
-            scored_response(request, values, self.version(request.policy), self._tokenizer)
+            scored_response(request, values, self.version(request.policy), self._tokenizers[request.policy])
             for request, values in zip(scored, logprobs, strict=True)
         )
         samples = iter(responses)
@@ -249,13 +252,14 @@ class TransformersClient(ClientBase):
         loaded, sampling = find_policy(self._policies, request.policy), request.sampling
         limit = completion_limit(request, vocabulary_size(loaded.model), loaded.context_length)
         seed = int(self._seeds.integers(2**63)) if sampling.seed is None else sampling.seed
+        tokenizer = self._tokenizers[request.policy]
         return SequenceSpec(
             tuple(prompt_tokens(request)),
             sampling,
             seed,
             limit,
-            stop_token_ids(request, self._tokenizer),
-            stop_check(sampling, self._tokenizer, prompt_tokens(request)),
+            stop_token_ids(request, tokenizer),
+            stop_check(sampling, tokenizer, prompt_tokens(request)),
         )
 
     def _scored(self, request: ModelRequest, completion: Sequence[int]) -> ScoredSequence:
@@ -328,7 +332,7 @@ class TransformersClient(ClientBase):
                 abandoned=lambda: [row for row, job in enumerate(jobs) if job.abandoned],
                 forward_lock=each or nullcontext(loaded.version),
                 cached=loaded.cached,
-                tokenizer=self._tokenizer,
+                tokenizer=self._tokenizers[policy],
                 routers=loaded.routers,
             )
             responses = [self._response(*pair) for pair in zip(jobs, completions, strict=True)]
@@ -342,11 +346,11 @@ class TransformersClient(ClientBase):
             return completion_logprobs(loaded.model, rows, device, cached=loaded.cached)
 
     def _response(self, job: PendingRequest, completion: Completion) -> ModelResponse | DeadEndError:
-        ids = completion.token_ids
+        ids, tokenizer = completion.token_ids, self._tokenizers[job.request.policy]
         if completion.dead_end:
-            return dead_end(self._tokenizer, ids)
+            return dead_end(tokenizer, ids)
         return ModelResponse(
-            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            text=tokenizer.decode(ids, skip_special_tokens=True),
             completion_token_ids=ids,
             logprobs=completion.logprobs,
             finish_reason=completion.finish_reason,

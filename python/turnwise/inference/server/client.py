@@ -43,13 +43,14 @@ from turnwise.inference.weights.load import check_weights, collect_weights
 from turnwise.inference.weights.sync import transfer_to
 from turnwise.inference.weights.weight_block import WeightHandle, WeightTransfer
 from turnwise.types import (
+    ByPolicy,
     ClientCapabilities,
     ModelError,
     ModelRequest,
     ModelResponse,
     PolicyVersions,
     RoutedExperts,
-    Tokenizer,
+    Tokenizers,
 )
 from turnwise.types.prompts import prompt_tokens
 from turnwise.utils.threads import to_thread
@@ -97,7 +98,7 @@ class VLLMServerClient(GatedScoringClient):
     def __init__(
         self,
         server: str | Endpoint,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizers,
         policies: Mapping[str, Any] | nn.Module | str | None = None,
         *,
         in_flight: bool = False,
@@ -110,7 +111,9 @@ class VLLMServerClient(GatedScoringClient):
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one")
-        self.tokenizer, self._tokenizer = tokenizer, own_copy(tokenizer)
+        tokenizers = ByPolicy.of(tokenizer, "tokenizer")
+        self.tokenizer = tokenizers.common(models, "expected one base on a server, so one tokenizer")
+        self._tokenizer = own_copy(self.tokenizer)
         self._grammars, self._routed_experts = grammars, routed_experts
         self._seeds = np.random.default_rng(seed)
         self._mark = secrets.token_hex(4)
@@ -120,7 +123,7 @@ class VLLMServerClient(GatedScoringClient):
         named = isinstance(transfer, str)
         self._transfer: WeightTransfer = transfer_to([self._endpoint.url], transfer, folder) if named else transfer  # type: ignore[arg-type, assignment]
         self._policies, base = describe_policies(models, place, self._mark)
-        self._server = RemoteServer(self._endpoint, self._mark, in_flight, count_tokens(tokenizer) or math.inf)
+        self._server = RemoteServer(self._endpoint, self._mark, in_flight, count_tokens(self.tokenizer) or math.inf)
         self._sends = bool(base)
         self._handle = self._transfer.send(base) if base else None
         self._synced = False  # True once the server has received this client's weights

@@ -21,7 +21,7 @@ from turnwise.inference.server.server import ModelServer
 from turnwise.inference.server.settings import RETURN_EXPERTS, ServeSettings
 from turnwise.inference.vllm.worker import vllm_or_raise
 from turnwise.inference.weights.lora import AdaptedModel
-from turnwise.types import Tokenizer
+from turnwise.types import ByPolicy, Tokenizers
 from turnwise.utils.files import open_to_append
 from turnwise.utils.threads import to_thread
 
@@ -35,6 +35,7 @@ class VLLMClient(RoutingClient):
     - ``policies``: one policy, named ``"default"``, or policies by name. A policy is a Hugging Face model, whose
       weights the client sends to a server, or an :class:`AdaptedModel`. Every full policy has its own server. Adapters
       over one base share a server, which batches their requests.
+    - ``tokenizer``: that of all policies, or each policy's by name.
     - ``max_num_seqs``: the most requests that one server runs at once. They join at any time (continuous batching).
     - ``kv_cache_gb``: memory per server for keys and values, in GiB. Prompts with equal beginnings share them.
     - ``in_flight``: loads new weights between two tokens. Running requests recompute their keys and values, and
@@ -71,7 +72,7 @@ class VLLMClient(RoutingClient):
     def __init__(
         self,
         policies: Mapping[str, nn.Module] | nn.Module,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizers,
         *,
         max_num_seqs: int = 256,
         kv_cache_gb: float = 1.0,
@@ -87,11 +88,13 @@ class VLLMClient(RoutingClient):
         seed: int = 0,
     ) -> None:
         vllm_or_raise()
-        if grammars and not hasattr(tokenizer, "save_pretrained"):
-            raise ValueError(f"grammars=True: expected a Hugging Face tokenizer, got {type(tokenizer).__name__}")
         models = dict(policies) if isinstance(policies, Mapping) else {"default": policies}
         if not models:
             raise ValueError("policies is empty: expected at least one model")
+        tokenizers: ByPolicy[Any] = ByPolicy.of(tokenizer, "tokenizer")
+        for each in (tokenizers[name] for name in models):
+            if grammars and not hasattr(each, "save_pretrained"):
+                raise ValueError(f"grammars=True: expected a Hugging Face tokenizer, got {type(each).__name__}")
         self._folder = tempfile.TemporaryDirectory(prefix="turnwise-vllm-")
         args: dict[str, Any] = {"skip_tokenizer_init": not grammars}
         if grammars:
@@ -106,8 +109,8 @@ class VLLMClient(RoutingClient):
             for number, (group, returns) in enumerate(zip(groups, routed, strict=True))
         ]
         if grammars:
-            for number in range(len(groups)):
-                tokenizer.save_pretrained(Path(self._folder.name) / str(number))  # type: ignore[attr-defined]
+            for number, group in enumerate(groups):
+                tokenizers.common(group).save_pretrained(Path(self._folder.name) / str(number))
         self._end = weakref.finalize(self, _end, self.servers)
         try:
             with ThreadPoolExecutor(len(self.servers)) as starting:
@@ -117,7 +120,7 @@ class VLLMClient(RoutingClient):
                 options = {"in_flight": in_flight, "transfer": transfer, "seed": seed, "grammars": grammars}
                 options["routed_experts"] = returns
                 pool = PoolClient(
-                    {server.url: _OwnServerClient(server, timeout, tokenizer, group, **options)},
+                    {server.url: _OwnServerClient(server, timeout, tokenizers, group, **options)},
                     timeout=timeout,
                     dead_after=dead_after,
                     wait=timeout,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from turnwise.inference.common.http import Endpoint, reading
 from turnwise.inference.server.client import VLLMServerClient
-from turnwise.types import ModelError, Tokenizer
+from turnwise.types import ModelError, Tokenizers
 
 LABELS = 2
 """Labels that a reader accepts: the latest one, and the one before, whose tokens may still be under way."""
@@ -52,7 +52,7 @@ class VLLMServerReader(VLLMServerClient):
     def __init__(
         self,
         server: str | Endpoint,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizers,
         served: ServedWeights,
         *,
         wait: float = 60.0,

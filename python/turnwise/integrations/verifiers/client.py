@@ -65,7 +65,7 @@ class ArenaClient(vf.Client):
             raise vf.ProviderError(error.message, status_code=error.status) from error
         except ChatError as error:
             raise vf.ProviderError(str(error), status_code=400) from error
-        raw = wire.answer(completed, request, session.format)
+        raw = wire.answer(completed, request, endpoint.format)
         response = dialect.parse_response(dialect.validate_response(raw))
         response.raw = raw
         [choice], [step] = completed.choices, call.steps

@@ -36,7 +36,7 @@ class WorkerArena(TaskArena):
 
 
 class WorkerRun:
-    """A worker's parts of the run of ``config``: the task, its actors and the tokenizer. ``keys`` stay in memory.
+    """A worker's parts of the run of ``config``: the task, its actors and the tokenizers. ``keys`` stay in memory.
 
     Raises ``ConfigError`` with a line for each problem of the config.
     """
@@ -51,14 +51,14 @@ class WorkerRun:
         problems = Problems()
         self._config, self._actors = resolve_config(config, self._task, problems)
         with problems.gathered():
-            self._tokenizer = check_models(self._config.policies, partial(tiny_model, config, self._task))
+            self._tokenizers = check_models(self._config.policies, partial(tiny_model, config, self._task))
         problems.raise_any()
         self._sub_teams: dict[tuple[str, ...], Mapping[str, Episode]] | None = None
 
     def client(self, engines: Engines) -> WorkerClient:
         server, seed = self._config.rollout.server, self._config.seed
         options = {"attempts": server.retries + 1, **required_options(self._config)}
-        return WorkerClient(engines, self._tokenizer, self._endpoint, seed, **options)
+        return WorkerClient(engines, self._tokenizers, self._endpoint, seed, **options)
 
     def arena(self, setup: Setup, client: Any) -> Arena:
         """Return the arena. Raises ``ValueError`` for a run with other versions, or another config."""
@@ -68,7 +68,7 @@ class WorkerRun:
         if differing:
             raise ValueError(f"the worker differs from the run: {'; '.join(differing)}")
         arena = arena_for_client(
-            client, self._config, self._task, self._actors, self._tokenizer, setup.max_context, kind=WorkerArena
+            client, self._config, self._task, self._actors, self._tokenizers, setup.max_context, kind=WorkerArena
         )
         arena.quotas = {actor: PrioritySemaphore(limit) for actor, limit in setup.quotas.items()}
         return arena

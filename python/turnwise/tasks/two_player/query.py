@@ -116,10 +116,10 @@ async def score_policy(arena: Arena, game: SolvedGame, sampling: Sampling | None
     view, decisions = arena.evaluation(sampling), game.decisions()
     places = [(row, column) for row, one in enumerate(decisions) for column, action in enumerate(one.actions) if action]
     prepared = [view.prepare(one.seat, one.messages)[1] for one in decisions]
-    format = arena.plain_format(None)
     scored: list[tuple[int, int, list[int]]] = []
     for row, column in places:
-        reply, stops = format.encode(f"[{decisions[row].actions[column]}]"), prepared[row].sampling.stop_token_ids
+        format, stops = arena.plain_format(None, prepared[row].policy), prepared[row].sampling.stop_token_ids
+        reply = format.encode(f"[{decisions[row].actions[column]}]")
         written = format.end_token_ids  # several tokens, of which the last one stops
         ends = [written if written[-1:] == [stop] else [stop] for stop in stops] or [[]]
         scored += [(row, column, [*reply, *end]) for end in ends]

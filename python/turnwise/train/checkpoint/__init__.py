@@ -1,5 +1,6 @@
 """Checkpoints of a run: files, random state, progress.
 
 Read in this order: listing, checkpoint, files, weight_sets, shards, run_state, progress, vocabulary.
-May import: utils, settings, arena, inference.common, inference.weights, train.config, train.model, train.terms.
+May import: types, utils, settings, arena, inference.common, inference.weights, train.config, train.model,
+train.terms.
 """

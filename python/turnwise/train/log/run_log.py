@@ -20,7 +20,7 @@ from turnwise.train.eval.evaluate import Evaluation, describe, plain_evaluation
 from turnwise.train.log.lines import append_lines, keep_steps, newest_lines, read_rows
 from turnwise.train.log.progress_bars import ProgressBars, curve_line
 from turnwise.train.log.writers import JsonLines, MetricWriter, open_writers
-from turnwise.types import GenerateResult, Tokenizer
+from turnwise.types import ByPolicy, GenerateResult, Tokenizer, Tokenizers
 from turnwise.utils import output
 from turnwise.utils.files import make_private, replace_text
 
@@ -39,8 +39,8 @@ class RunLog:
     """Passes metrics to ``writers``, writes episodes under ``folder``, and shows bars if ``console`` is a terminal.
 
     It writes ``rollouts_per_step`` episodes of each step in full, with the recording that ``turnwise replay`` plays,
-    and flushes each line. Without ``writers`` metrics go to ``metrics.jsonl`` only. With a ``tokenizer`` it also writes
-    each completion token as text.
+    and flushes each line. Without ``writers`` metrics go to ``metrics.jsonl`` only. With a ``tokenizer``, that of all
+    policies or each policy's, it also writes each completion token as text.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RunLog:
         *,
         rollouts_per_step: int = 1,
         writers: Sequence[MetricWriter] | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizers | None = None,
         console: Console | None = None,
         progress: bool = True,
     ) -> None:
@@ -131,7 +131,7 @@ class RunLog:
         rows = [{"step": step, **plain_result(result)} for result in results if id(result) in kept]
         if self.tokenizer is not None:
             for row in rows:
-                _write_tokens(row, self.tokenizer)
+                _write_tokens(row, ByPolicy.of(self.tokenizer, "tokenizer"))
         append_lines(self.folder / "rollouts.jsonl", rows)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -205,12 +205,12 @@ def _call_all(calls: Sequence[Callable[[], None]], first: BaseException | None =
         raise raised
 
 
-def _write_tokens(row: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _write_tokens(row: dict[str, Any], tokenizers: ByPolicy[Tokenizer]) -> None:
     """Add each completion's tokens as text to ``row`` and to its children."""
     for step in row["steps"]:
-        step["completion_tokens"] = token_texts(tokenizer, step["completion_token_ids"])
+        step["completion_tokens"] = token_texts(tokenizers[step["policy"]], step["completion_token_ids"])
     for child in row["children"]:
-        _write_tokens(child, tokenizer)
+        _write_tokens(child, tokenizers)
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:

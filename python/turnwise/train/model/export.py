@@ -17,6 +17,7 @@ from torch import Tensor
 
 from turnwise.inference.weights.lora import AdaptedModel, shared_bases
 from turnwise.train.model.policy import Policy
+from turnwise.types import ByPolicy, Tokenizers
 from turnwise.utils.files import replace_text
 
 MAX_LOST = 0.05
@@ -58,12 +59,13 @@ def export_model(
 
 
 def export_shards(
-    policies: Mapping[str, Policy], tokenizer: Any, run_dir: Path, send: Send, *, own_bases: bool
+    policies: Mapping[str, Policy], tokenizer: Tokenizers, run_dir: Path, send: Send, *, own_bases: bool
 ) -> None:
     """Write sharded policies as :func:`export_policies` does, but no merged adapters.
 
     ``send(name, receive, base=...)`` calls ``receive`` with the whole weights of a policy, on this rank's CPU.
     """
+    tokenizers: ByPolicy[Any] = ByPolicy.of(tokenizer, "tokenizer")
     for name, policy in policies.items():
         folder, base = run_dir / "policies" / name, ""
         if own_bases and policy.base is not None:
@@ -74,32 +76,34 @@ def export_shards(
                 everything = send(name, _on_cpu, base=True)
                 shared = {key: tensor for key, tensor in everything.items() if key not in adapter}
                 save_model(policy.base.model, Path(base), shared)
-                tokenizer.save_pretrained(base)
+                tokenizers[name].save_pretrained(base)
         if isinstance(policy.model, AdaptedModel) and policy.model.name is None:
             continue  # a frozen base: its own folder has it
         weights = send(name, _on_cpu, base=False)
-        export_model(policy.model, tokenizer, folder, merge=False, base=base, weights=weights)
+        export_model(policy.model, tokenizers[name], folder, merge=False, base=base, weights=weights)
 
 
 def _on_cpu(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in weights}
 
 
-def export_policies(policies: Mapping[str, Policy], tokenizer: Any, run_dir: Path, *, own_bases: bool) -> None:
-    """Write each policy to ``run_dir/policies/<name>``.
+def export_policies(policies: Mapping[str, Policy], tokenizer: Tokenizers, run_dir: Path, *, own_bases: bool) -> None:
+    """Write each policy to ``run_dir/policies/<name>``, with the tokenizer of all, or its own.
 
     Set ``own_bases`` if the adapters' bases differ from what their paths hold, or have no path. The bases are then
     written to ``run_dir/bases/<number>``, and the exported adapters refer to these folders.
     """
+    tokenizers: ByPolicy[Any] = ByPolicy.of(tokenizer, "tokenizer")
     bases: dict[int, str] = {}
     for number, shared in enumerate(shared_bases(policy.model for policy in policies.values())):
         if own_bases:
             folder = (run_dir / "bases" / str(number)).resolve()
             save_merged(shared.plain(), folder)
-            tokenizer.save_pretrained(folder)
+            name = next(name for name, policy in policies.items() if policy.base is shared)
+            tokenizers[name].save_pretrained(folder)
             bases[id(shared)] = str(folder)
     for name, policy in policies.items():
-        export_model(policy.model, tokenizer, run_dir / "policies" / name, base=bases.get(id(policy.base), ""))
+        export_model(policy.model, tokenizers[name], run_dir / "policies" / name, base=bases.get(id(policy.base), ""))
 
 
 def _save_adapter(model: AdaptedModel, folder: Path, base: str, given: Mapping[str, Tensor] | None) -> None:

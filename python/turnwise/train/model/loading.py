@@ -34,6 +34,7 @@ from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import ConfigError, told_by_key
 from turnwise.train.model.export import check_savable
 from turnwise.train.model.policy import Policy
+from turnwise.types import ByPolicy
 from turnwise.utils.registry import did_you_mean
 from turnwise.utils.values import problem
 
@@ -44,30 +45,29 @@ Tiny = Callable[[], tuple[Any, nn.Module]]
 """Builds the tokenizer and the tiny model; every call returns equal ones."""
 
 
-def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bool = True) -> Any:
-    """Check the files at each path, and return the one tokenizer of all ``policies``; no weights are read.
+def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bool = True) -> ByPolicy[Any]:
+    """Check the files at each path, and return the tokenizers of ``policies``; no weights are read.
 
-    Raises :class:`ConfigError` with a line for each path that can't be read, whose tokenizer differs or has no chat
-    template, or whose model has fewer embeddings than the tokenizer has tokens. Raises ``ImportError`` for adapters if
-    ``peft`` is missing, unless a server ``adapts`` the models.
+    Policies whose tokenizers have the same tokens, chat template and special tokens share one, which knows the ends of
+    turns of all their models. One without a chat template takes that of another policy with the same tokens. Raises
+    :class:`ConfigError` with a line for each path that can't be read, whose tokenizer has no chat template, or whose
+    model has fewer embeddings than the tokenizer has tokens. Raises ``ImportError`` for adapters if ``peft`` is
+    missing, unless a server ``adapts`` the models.
     """
     if adapts and any(settings.lora for settings in policies.values()):
         peft_or_raise()
     paths = {f"policies.{name}.path": settings.path for name, settings in policies.items()}
     paths |= {f"policies.{name}.reference": s.reference for name, s in policies.items() if s.reference is not None}
-    # The tiny model has its own tokenizer, so no other model can share the run.
-    if TINY in paths.values():
-        why = "expected 'tiny', which has its own tokenizer"
-        if others := [problem(key, why, path) for key, path in paths.items() if path != TINY]:
-            raise ConfigError("\n".join(others))
-        return tiny()[0]
-    # Compare every path's tokenizer with that of the first path, and collect all problems.
-    tokenizer, problems = None, []
-    first, seen = "", set()
+    # Read every path once, and collect all problems.
+    problems: list[str] = []
+    found: dict[str, Any] = {}
     for key, path in paths.items():
-        if path in seen:
+        if path in found:
             continue
-        seen.add(path)
+        if path == TINY:
+            found[path] = tiny()[0]
+            continue
+        found[path] = None
         try:
             whole = read_config(path)
             generation = _generation_config(path)
@@ -79,22 +79,24 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bo
             folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
             problems.append(problem(key, folder or str(error).strip().splitlines()[0], path))
             continue
-        # The first tokenizer needs a chat template; the others must have its vocabulary.
-        if tokenizer is None:
-            tokenizer, first = loaded, path
-            if tokenizer.chat_template is None:
-                problems.append(
-                    problem(key, "its tokenizer has no chat template; use an instruction-tuned model", path)
-                )
-        elif loaded.get_vocab() != tokenizer.get_vocab():
-            why = f"the tokenizer of {path!r} differs from that of {first!r}"
-            problems.append(problem(key, f"{why}; the policies of one run must share theirs"))
-        keep_ends(tokenizer, generation)
+        others = (one for one in found.values() if one is not None)
+        found[path] = next((one for one in others if _writes_alike(one, loaded)), loaded)
+        keep_ends(found[path], generation)
         if rows < len(loaded):
             problems.append(problem(key, f"the model embeds {rows} tokens, its tokenizer has {len(loaded)}", path))
+    for path, name in {settings.path: name for name, settings in reversed(policies.items())}.items():
+        if found[path] is not None and found[path].chat_template is None:
+            why = "its tokenizer has no chat template; use an instruction-tuned model"
+            problems.append(problem(f"policies.{name}.path", why, path))
     if problems:
         raise ConfigError("\n".join(problems))
-    return tokenizer
+    return ByPolicy({name: found[settings.path] for name, settings in policies.items()}, "tokenizer")
+
+
+def _writes_alike(one: Any, other: Any) -> bool:
+    """Return True if ``one`` may stand for ``other``: it has its tokens, and its template unless that has none."""
+    same = one.chat_template == other.chat_template and one.special_tokens_map == other.special_tokens_map
+    return (same or other.chat_template is None) and bool(one.get_vocab() == other.get_vocab())
 
 
 def load_models(

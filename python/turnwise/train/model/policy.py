@@ -20,7 +20,7 @@ from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import SINGLE_RANK, MicroBatch, explain_out_of_memory, micro_batches, smallest
 from turnwise.train.model.support import causal_lm, drops_out, linear_bytes_per_token
 from turnwise.train.model.weights import MasterWeights, bit_sums, count_not_finite, named_parameters, named_weights
-from turnwise.types import TrainingBatch
+from turnwise.types import ByPolicy, Tokenizers, TrainingBatch
 from turnwise.types.passes import ENTROPIES, LOGPROBS, Needs, Read
 from turnwise.utils.memory import memory_capacity
 
@@ -367,10 +367,11 @@ class Policy:
             yield from named_weights(self.base)
 
 
-def limit_heads(policies: Mapping[str, Policy], tokenizer: Any) -> None:
+def limit_heads(policies: Mapping[str, Policy], tokenizer: Tokenizers) -> None:
     """Leave the rows of heads that are no tokens out of the distributions of ``policies`` and their references."""
-    rows = count_tokens(tokenizer)
-    for policy in policies.values():
+    counts = ByPolicy.of(tokenizer, "tokenizer").mapped(count_tokens)
+    for name, policy in policies.items():
+        rows = counts[name]
         for part in ("model", "reference"):  # a policy of other processes may have neither
             limit_head(getattr(policy, part, None), rows)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from aiohttp import web
 
-from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError
 from turnwise.inference.common.listening import Listener, http_log, tcp_sockets, unix_socket
 from turnwise.integrations.gateway.service.reading import (
@@ -189,7 +188,7 @@ class GatewayServer:
         left = False
         call.waiting += 1
         try:
-            response = await self._send(request, dialect, call, session.format, endpoint)
+            response = await self._send(request, dialect, call, endpoint)
             call.undelivered = False
         except ConnectionError:
             left, response = True, web.Response()  # no client reads it
@@ -205,12 +204,12 @@ class GatewayServer:
         return response
 
     async def _send(
-        self, request: web.Request, dialect: ModuleType, call: GatewayCall, format: ChatFormat, endpoint: ActorEndpoint
+        self, request: web.Request, dialect: ModuleType, call: GatewayCall, endpoint: ActorEndpoint
     ) -> web.StreamResponse:
         """Wait for the answer, and send it. Raises ``ConnectionError`` or is cancelled if the client leaves."""
         parsed = call.request
         if not parsed.stream:
-            whole = web.json_response(dialect.answer(await _wait(call), parsed, format))
+            whole = web.json_response(dialect.answer(await _wait(call), parsed, endpoint.format))
             await whole.prepare(request)
             await whole.write_eof()
             return whole
@@ -228,7 +227,7 @@ class GatewayServer:
                 return response
         if not response.prepared:
             await response.prepare(request)
-        for event in dialect.events(waited, parsed, format):
+        for event in dialect.events(waited, parsed, endpoint.format):
             await response.write(event)
         await response.write_eof()
         return response

@@ -16,7 +16,6 @@ from turnwise.arena.runtime.context import EpisodeContext
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.runtime.tool_rounds import warn_of_unread
 from turnwise.chat.continuation import LongChatError, Prompt
-from turnwise.chat.formats import ChatFormat
 from turnwise.chat.histories import DISTINCT
 from turnwise.chat.messages import ChatError, with_answer
 from turnwise.integrations.gateway.sessions.calls import ActorEndpoint, GatewayCall
@@ -35,10 +34,8 @@ EXTRA = "extra"
 class Answerer:
     """Answers the calls of one session, whose ``id`` begins those of its answers, within the attempt's ``limits``."""
 
-    def __init__(
-        self, id: str, arena: ArenaForHooks, format: ChatFormat, context: EpisodeContext, limits: AttemptLimits
-    ) -> None:
-        self.id, self.arena, self.format, self.context, self.limits = id, arena, format, context, limits
+    def __init__(self, id: str, arena: ArenaForHooks, context: EpisodeContext, limits: AttemptLimits) -> None:
+        self.id, self.arena, self.context, self.limits = id, arena, context, limits
         self.settings = limits.settings
         self._answers: set[str] = set()
         """The texts of whole answers of all actors."""
@@ -54,7 +51,7 @@ class Answerer:
             carried = partial(endpoint.carried_in, request.messages)
             call.carries = await to_thread(carried) if request.size >= LONG else carried()
         constrains = self.settings.structured == "constrained"
-        grammar = await build_grammar(request, prompt, self.format, self.arena) if constrains else None
+        grammar = await build_grammar(request, prompt, endpoint.format, self.arena) if constrains else None
         sampling = [{**self._sampling(endpoint, call, prompt, index), "grammar": grammar} for index in range(request.n)]
         endpoint.own_seconds += time.perf_counter() - began
         choices = await self._all_sampled(
@@ -102,7 +99,7 @@ class Answerer:
     def _rendered(self, endpoint: ActorEndpoint, request: ParsedRequest, most: float = math.inf) -> Prompt:
         """Return the prompt of a request. Raises :class:`WireError` and :class:`ChatError`."""
         if request.tools:
-            self.format.check_tools(request.tools)
+            endpoint.format.check_tools(request.tools)
         self._decide_end(request)
         assert request.continues_answer is not None
         try:
@@ -134,7 +131,7 @@ class Answerer:
         if request.max_tokens is not None:
             endpoint.counts["max_tokens_lowered"] += request.max_tokens > base.max_tokens
             changes["max_tokens"] = min(request.max_tokens, base.max_tokens)
-        changes["stop_token_ids"] = tuple(dict.fromkeys((*base.stop_token_ids, *self.format.stop_token_ids)))
+        changes["stop_token_ids"] = tuple(dict.fromkeys((*base.stop_token_ids, *endpoint.format.stop_token_ids)))
         for name in ("temperature", "top_p", "top_k", "min_p"):
             asked = getattr(request, name)
             if asked is None or asked == getattr(base, name):
@@ -154,7 +151,7 @@ class Answerer:
             prompt.chat,
             prompt_token_ids=prompt.ids,
             turn=call.turn,
-            format=self.format,
+            format=endpoint.format,
             tools=request.readable_tools,
             **sampling,
         )
@@ -180,7 +177,7 @@ class Answerer:
         content, stopped = parsed.answer, None
         if request.messages[-1]["role"] == "assistant" and request.continues_answer and content and not parsed.thought:
             # Parsers of families trim the text, but this one goes on in the middle of a message.
-            text = self.format.tokenizer.decode(list(ids), skip_special_tokens=False)
+            text = endpoint.format.tokenizer.decode(list(ids), skip_special_tokens=False)
             content = text[: len(text) - len(text.lstrip())] + content.lstrip()
         stops = [(index, stop) for stop in request.stop if (index := content.find(stop)) >= 0]
         if stops:
@@ -229,7 +226,7 @@ class Answerer:
             with_answer(request.messages, answer) if request.continues_answer else [*request.messages, answer]
         )
         form, _ = request.instructions()
-        ids = self.format.cut(choice.response.completion_token_ids)
+        ids = endpoint.format.cut(choice.response.completion_token_ids)
         stop = choice.stop_string
         endpoint.chats.add(before, request.tools, prompt_ids, ids, answer, step, form=form, stop=stop, chat=chat)
 

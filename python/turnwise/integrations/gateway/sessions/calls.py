@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from turnwise.chat.continuation import Conversations
+from turnwise.chat.formats import ChatFormat
 from turnwise.integrations.gateway.wire.request import CompletedRequest, Earlier, ParsedRequest, WireError
 from turnwise.types import Message, Step
 
@@ -107,6 +108,11 @@ class ActorEndpoint:
     """Bytes of the longest request of a chat in ``earlier``, with those that it continues."""
     answers: dict[str, int] = field(default_factory=dict)
     """The texts of long answers, and the calls that gave them."""
+
+    @property
+    def format(self) -> ChatFormat:
+        """The chat format of the actor's policy."""
+        return self.chats.format
 
     def carried_in(self, messages: Sequence[Message]) -> int | None:
         """Return the latest call whose whole answer stands in a message of the agent, as its summary of a chat does."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 from turnwise.arena.runtime.context import EpisodeContext, require_context
+from turnwise.arena.runtime.model_call import playing
 from turnwise.chat.continuation import Conversations
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import ChatError
@@ -61,14 +62,12 @@ class GatewaySession:
         if no_part := [actor for actor in actors if actor in NO_PART_OF_A_URL]:
             raise ValueError(f"actors={list(actors)!r}: {no_part[0]!r} can't be a part of a URL, expected another name")
         self.arena, self.settings = arena, settings
-        self.format: ChatFormat = arena.chat_format(
-            renderer=settings.renderer, template_kwargs=settings.chat_template_kwargs
-        )
         self.id = secrets.token_hex(16)
         self.context: EpisodeContext = require_context()
         self._variables = contextvars.copy_context()
         self.endpoints = {
-            actor: ActorEndpoint(actor, secrets.token_urlsafe(32), Conversations(self.format)) for actor in actors
+            actor: ActorEndpoint(actor, secrets.token_urlsafe(32), Conversations(self._format_of(actor)))
+            for actor in actors
         }
         self.context.secrets += [endpoint.key for endpoint in self.endpoints.values()]
         self.untrained: Sequence[str] = ()
@@ -90,7 +89,7 @@ class GatewaySession:
         """The session of the attempt."""
         self.limits: AttemptLimits = AttemptLimits(settings) if parent is None else parent.limits
         self.bodies = Bodies()
-        self.answerer = Answerer(self.id, arena, self.format, self.context, self.limits)
+        self.answerer = Answerer(self.id, arena, self.context, self.limits)
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: list[Any] = []
         """The sessions of the sub-agents right below (``gateway.children.ChildSession``)."""
@@ -100,6 +99,14 @@ class GatewaySession:
         """Opens the requests by which an agent in a process of its own opens, pays and ends sub-agents."""
         self.answered: tuple[str, int] | None = None
         """Actor and number of the call that was answered last."""
+
+    def _format_of(self, actor: str) -> ChatFormat:
+        format: ChatFormat = self.arena.chat_format(
+            policy=playing(self.arena.actors[actor]),
+            renderer=self.settings.renderer,
+            template_kwargs=self.settings.chat_template_kwargs,
+        )
+        return format
 
     def opened_at(
         self, url: str, served: dict[str, GatewaySession], opens: Callable[[str, GatewaySession], Any]
