@@ -1,4 +1,4 @@
-"""Two small models of different families: other tokens, another chat template, another end of turns, another context."""
+"""Two small models of different families: other tokens, another chat template, other ends of turns and contexts."""
 
 from __future__ import annotations
 

@@ -13,8 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwise.run.build import train_from_config
+from turnwise.run.checks import dry_run
 from turnwise.train.validate import load_config
 
+from .families import save_families
 from .trained import rows_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -314,3 +316,17 @@ def test_a_guess_counts_if_the_description_has_not_the_word() -> None:
         assert right(said, artifact) == reward, said
         scores = form({"said": said}, artifact)
         assert (scores.get("describer"), scores["guesser"]) == forms, said
+
+
+def test_the_pair_of_two_families_is_planned(tmp_path: Path) -> None:
+    """As Dr. MAS trains it, with two small models in place of its own, which are not here."""
+    solver, verifier = reversed(save_families(tmp_path))
+    questions = "".join(f'{{"question": "{n} + 1?", "answer": "{n + 1}\\n#### {n + 1}"}}\n' for n in range(2000))
+    (tmp_path / "questions.jsonl").write_text(questions, encoding="utf-8")
+    given = {"task_options.path": str(tmp_path / "questions.jsonl"), "run_dir": str(tmp_path / "run")}
+    told = dry_run(load_config(EXAMPLES / "math_orchestra_pair.toml", given))
+    for name, path in (("solver", "Qwen/Qwen2.5-7B-Instruct"), ("verifier", "meta-llama/Llama-3.2-3B-Instruct")):
+        assert f"# actor '{name}' plays with policy '{name}'" in told and f'path = "{path}"' in told
+    given |= {"policies.solver.path": solver, "policies.verifier.path": verifier}
+    told = dry_run(load_config(EXAMPLES / "math_orchestra_pair.toml", given))
+    assert "context 800" in told and "context 700" in told and 'transfer = "nccl"' in told

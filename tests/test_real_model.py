@@ -97,5 +97,5 @@ def test_a_team_with_a_model_of_another_family(run_of: Any, tmp_path: Path) -> N
     assert lines_of(tmp_path / "run") == lines_of(tmp_path / "cut")
     # One family can't teach the other.
     config = load_config(ROOT / "examples/smollm2/views.toml", changes | {"actors.guesser.teacher": "describer"})
-    with pytest.raises(ConfigError, match="'actors.guesser.teacher' = 'describer': .* has other tokens than"):
+    with pytest.raises(ConfigError, match=r"'actors.guesser.teacher' = 'describer': .* has other tokens than"):
         dry_run(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +118,12 @@ def test_two_families_train_and_go_on_with_the_same_bits(tmp_path: Path, familie
 
 def test_two_bases_each_have_their_adapters(tmp_path: Path, families: tuple[str, str]) -> None:
     """Adapters of one base share it, beside a tiny model that is made from the texts of the task."""
-    first, second = families
+    _, second = families
     actors = {"proposer": "a", "reviser": "b", "solver": "c"}
     changes = {
         "task": "sudoku", "task_options": {"actors": list(actors), "blanks": [1, 1]}, "policy_sharing": "shared",
-        "actors": actors, "warm_start": {"steps": 2, "batch_size": 4}, "rollout": {"prompts_per_step": 1, "branches": 2},
+        "actors": actors, "warm_start": {"steps": 2, "batch_size": 4},
+        "rollout": {"prompts_per_step": 1, "branches": 2},
         "policies": {"a": {"path": second, **LORA}, "b": {"path": second, **LORA}, "c": {"path": "tiny", **LORA}},
     }  # fmt: skip
     run = train_from_config(config_of(tmp_path / "run", families, **changes))
@@ -164,7 +164,7 @@ def test_a_swap_to_another_family_is_refused(tmp_path: Path, families: tuple[str
 
 
 def test_games_between_families(tmp_path: Path, families: tuple[str, str]) -> None:
-    """In one run with a league, in a comparison of its checkpoints, and in a tournament with a run of another family."""
+    """In one run with a league, in a comparison of its checkpoints, and in a tournament with a run of another."""
     league = {"share": 0.5, "every": 1, "size": 2}
     policies = {"player0": {"path": families[0]}, "player1": {"path": families[1]}}
     many = {"rollouts_per_step": 100, "progress": False}
@@ -186,15 +186,14 @@ def test_games_between_families(tmp_path: Path, families: tuple[str, str]) -> No
     assert len(result.participants) == 3 and result.payoffs.between(*result.participants[:2]).games == 4
 
 
-def test_each_base_has_its_server(tmp_path: Path, families: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_base_has_its_server(tmp_path: Path, families: tuple[str, str]) -> None:
     """Both servers get the weights of each update: the trainer computes what they sampled."""
-    with engine_here(read_model(families[0], torch.float32)) as (one, _):
-        with engine_here(read_model(families[1], torch.float32)) as (two, _):
-            server = {"url": {"describer": one.url, "guesser": two.url}, "api_key_env": KEY_VARIABLE}
-            rollout = {"prompts_per_step": 2, "group_size": 2, "client": "vllm", "server": server}
-            assert KEY_VARIABLE in os.environ
-            run = train_from_config(config_of(tmp_path, families, rollout=rollout, steps=3, update={"lr": 1e-2}))
-            run.close()
+    models = [read_model(path, torch.float32) for path in families]
+    with engine_here(models[0]) as (one, _), engine_here(models[1]) as (two, _):
+        server = {"url": {"describer": one.url, "guesser": two.url}, "api_key_env": KEY_VARIABLE}
+        rollout = {"prompts_per_step": 2, "group_size": 2, "client": "vllm", "server": server}
+        run = train_from_config(config_of(tmp_path, families, rollout=rollout, steps=3, update={"lr": 1e-2}))
+        run.close()
     for row in rows_of(tmp_path)[-2:]:
         assert all(row[f"{name}/sampler_trainer_logprob_max_diff"] < 1e-4 for name in PAIR)
     assert moved(run, families) == set(PAIR)

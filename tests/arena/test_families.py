@@ -69,7 +69,7 @@ def test_each_policy_is_asked_and_read_in_its_own_tokens(tokenizers: dict[str, A
     async def reward(arena: Any) -> float:
         return float(await judge.ask("Rate", arena) == "yes")
 
-    arena, asked, result = played(tokenizers, Called(calls, reward))
+    _, asked, result = played(tokenizers, Called(calls, reward))
     assert [call.policy for call in asked] == ["first", "second", "first", "first", "second"]
     for call, step in zip(asked, result.rollout.steps, strict=False):
         tokenizer = tokenizers[call.policy]
@@ -109,7 +109,7 @@ def test_users_read_the_tokenizer_of_a_policy(tokenizers: dict[str, Any]) -> Non
         Arena(ScriptedClient(["a"]), {**tokenizers, "third": 3})
     with pytest.raises(ValueError, match="max_context=1: expected at least 2"):
         Arena(ScriptedClient(["a"]), tokenizers, max_context={"first": None, "second": 1})
-    with pytest.raises(ValueError, match="tokenizer={}: expected one for each policy"):
+    with pytest.raises(ValueError, match=r"tokenizer=\{\}: expected one for each policy"):
         ByPolicy.of({}, "tokenizer")
 
 
