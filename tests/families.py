@@ -15,7 +15,7 @@ def small_family(which: int) -> tuple[Any, Any]:
     if which:
         tokenizer.chat_template = "<|system|>\n" + tokenizer.chat_template.replace(END, PAD)
         tokenizer.eos_token, tokenizer.pad_token = PAD, END
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1 + which, "max_position_embeddings": 700 + 100 * which}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1 + which, "max_position_embeddings": 1500 + 100 * which}
     return tokenizer, build_model(tokenizer, seed=which, **sizes)
 
 

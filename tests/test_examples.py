@@ -329,4 +329,4 @@ def test_the_pair_of_two_families_is_planned(tmp_path: Path) -> None:
         assert f"# actor '{name}' plays with policy '{name}'" in told and f'path = "{path}"' in told
     given |= {"policies.solver.path": solver, "policies.verifier.path": verifier}
     told = dry_run(load_config(EXAMPLES / "math_orchestra_pair.toml", given))
-    assert "context 800" in told and "context 700" in told and 'transfer = "nccl"' in told
+    assert "context 1600" in told and "context 1500" in told and 'transfer = "nccl"' in told

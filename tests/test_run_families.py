@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turnwise.cli.main import main
-from turnwise.cli.run.eval import evaluate_from_config
+from turnwise.cli.run.eval import measure
 from turnwise.cli.run.tournament import play_tournament
 from turnwise.inference.common.model_files import read_model
 from turnwise.inference.weights.lora import shared_bases
@@ -131,7 +131,7 @@ def test_two_bases_each_have_their_adapters(tmp_path: Path, families: tuple[str,
     assert policies["a"].base is policies["b"].base is not policies["c"].base
     tokenizers = run.arena.own_tokenizers
     assert tokenizers.alike("a", "b") and not tokenizers.alike("a", "c")
-    assert run.arena.max_context == {"a": 800, "b": 800, "c": 2048}
+    assert run.arena.max_context == {"a": 1600, "b": 1600, "c": 2048}
     for name, base in (("a", "0"), ("b", "0"), ("c", "1")):
         exported = tmp_path / "run" / "policies" / name
         for folder in (exported, exported / "merged", tmp_path / "run" / "bases" / base):
@@ -171,6 +171,7 @@ def test_games_between_families(tmp_path: Path, families: tuple[str, str]) -> No
     changes = {"policy_sharing": "model_per_actor", "policies": policies, "league": league, "log": many}
     changes |= {"task_options": {"max_tokens": 12}}  # their tokens are short
     changes |= {"warm_start": {"steps": 40, "batch_size": 16, "warmup": 5, "lr": 1e-2}, "credit": {"rule": "constant"}}
+    changes |= {"rollout": {"prompts_per_step": 12}}
     config = config_from_dict(kuhn(tmp_path / "two", **changes))
     run = train_from_config(config)
     run.close()
@@ -179,7 +180,8 @@ def test_games_between_families(tmp_path: Path, families: tuple[str, str]) -> No
     assert {step["policy"].partition("@")[1] for row in rows for step in row["steps"]} == {"", "@"}
     for row in rows:
         assert "equals the record, bit for bit" in str(replay(tmp_path / "two", row["id"]))
-    assert evaluate_from_config(config, "newest", against="newest").paired.difference.mean == 0
+    difference = measure(config, "newest", "newest").difference
+    assert difference is not None and difference.difference.mean == 0
     train_from_config(config_from_dict(kuhn(tmp_path / "one", steps=1))).close()
     folders = [tmp_path / "one", tmp_path / "two"]
     result = play_tournament(folders, checkpoints=["newest"], games=4, baselines=["random"])

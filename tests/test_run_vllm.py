@@ -18,6 +18,7 @@ from turnwise.run.build import build_run, train_from_config
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
 
+from .families import save_families
 from .trained import rows_of
 from .vllm_servers import lent_servers  # noqa: F401
 
@@ -112,6 +113,25 @@ def test_adapters_train_beside_sampling(tmp_path, loop):
     assert {policy.version for policy in run.trainer.policies.values()} == {4}
     assert len(run.arena.client.servers) == 1
     assert max(errors_of(rows_of(tmp_path)[0])) < 1e-5, "the first batch is of the first weights"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("lent_servers")
+def test_each_family_has_its_server(tmp_path):
+    """Two models with other tokens, templates and ends: each server gets its own weights, which the trainer repeats."""
+    policies = dict(zip(("proposer", "reviser"), ({"path": path} for path in save_families(tmp_path)), strict=True))
+    changes = {"policy_sharing": "model_per_actor", "policies": policies, "steps": 3, "update": {"lr": 1e-2}}
+    run = train_from_config(config_of(tmp_path / "run", **changes))
+    client = run.arena.client
+    assert len(client.servers) == 2 and client.clients["proposer"] is not client.clients["reviser"]
+    assert {policy.version for policy in run.trainer.policies.values()} == {3}
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 3 and max(value for row in rows for value in errors_of(row)) < 1e-4
+    for row in rows_of(tmp_path / "run", "rollouts.jsonl"):
+        for step in row["steps"]:
+            text = run.arena.own_tokenizers[step["policy"]].decode(step["completion_token_ids"])
+            assert "".join(step["completion_tokens"]) == text and step["completion"] in text
 
 
 def test_servers_that_can_not_be(tmp_path):

@@ -66,7 +66,7 @@ class ArenaSetup:
         answer_timeout: float = 1800.0,
     ) -> None:
         check_settings(failure_threshold, retries)
-        self.tokenizer, self.credit = tokenizer_and_credit(  # type: ignore[assignment]  # one, or by policy
+        self.tokenizer, self.credit = tokenizer_and_credit(  # one, or by policy
             client, tokenizer_or_credit, tokenizer, credit, credit_assigner
         )
         """Credit rule; without one the advantage is the reward, and zeros train too."""

@@ -122,8 +122,8 @@ class ScriptedClient(ClientBase):
         if isinstance(script, str):
             raise TypeError(f"script={script!r}: expected a sequence of replies, a mapping or a function, not one text")
         self.script = script
-        self.tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
-        self._tokenizers = own_copies(self.tokenizer)
+        self.tokenizer: Any = ByteTokenizer() if tokenizer is None else tokenizer
+        self._tokenizers = own_copies(self.tokenizer)  # type: ignore[arg-type]  # or one without the protocol
         self.context_length = context_length
         self.calls: list[ModelRequest] = []
         self.loads: list[tuple[str, list[str], int]] = []

@@ -83,9 +83,9 @@ def _readers(config: TrainConfig, actors: Sequence[Actor]) -> Iterator[tuple[str
     for actor in actors:
         teacher = config.teachers().get(actor.id)
         if teacher is not None and {teacher, actor.policy} <= config.policies.keys():
-            paths = [config.policies[name].path for name in (teacher, actor.policy)]
-            if paths[0] != paths[1]:
-                yield f"actors.{actor.id}.teacher", teacher, *paths
+            own, other = config.policies[actor.policy].path, config.policies[teacher].path
+            if other != own:
+                yield f"actors.{actor.id}.teacher", teacher, other, own
 
 
 def _tokens(path: str, tiny: Tiny) -> dict[str, int] | None:

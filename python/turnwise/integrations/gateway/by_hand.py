@@ -63,7 +63,7 @@ class ByHandEpisode(GatewayEpisode):
 
     def answered(self, session: GatewaySession, call: GatewayCall) -> None:
         for step in call.steps:
-            self.tell(shown(call, step, session.answerer.format.tokenizer))
+            self.tell(shown(call, step, session.endpoints[str(step.actor_id)].format.tokenizer))
 
     def refused(self, error: WireError) -> None:
         self.tell(f"refused: {error}")

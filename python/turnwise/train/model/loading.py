@@ -84,7 +84,7 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bo
         keep_ends(found[path], generation)
         if rows < len(loaded):
             problems.append(problem(key, f"the model embeds {rows} tokens, its tokenizer has {len(loaded)}", path))
-    for path, name in {settings.path: name for name, settings in reversed(policies.items())}.items():
+    for path, name in {settings.path: name for name, settings in reversed(list(policies.items()))}.items():
         if found[path] is not None and found[path].chat_template is None:
             why = "its tokenizer has no chat template; use an instruction-tuned model"
             problems.append(problem(f"policies.{name}.path", why, path))

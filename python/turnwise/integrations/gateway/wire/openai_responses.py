@@ -48,7 +48,9 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
     ]
     instructions, given = fields.take("instructions"), fields.take("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else read_objects(given, "input")
+    text = isinstance(given, str)
+    items: Sequence[Mapping[str, Any]]
+    items = [{"role": "user", "content": given}] if text else read_objects(given, "input")
     items = _with_items(items, earlier)
     if (answer_id := fields.take("previous_response_id")) is None:
         messages, names = earlier.plain(DIALECT, items)
