@@ -111,14 +111,20 @@ class Model:
         return Reply(filled(self.lines[place], a, b), logprobs=logprobs)
 
 
-def check(case: Case, package: str, record_property: Callable[[str, object], None], version: str = "") -> list[Rollout]:
+def check(
+    case: Case,
+    package: str,
+    record_property: Callable[[str, object], None],
+    version: str = "",
+    episode_of: Callable[..., Any] = AgentEpisode,
+) -> list[Rollout]:
     """Run two attempts at once: both succeed, no request is refused, and the rows are what was sampled."""
     model = Model(case.lines)
     client = ScriptedClient(model, tokenizer=model.tokenizer)
     arena = Arena(client, sampling=Sampling(max_tokens=4096), failure_threshold=1.0)
     for actor in case.actors:
         arena.add_actor(Actor(actor))
-    episode = AgentEpisode(case.agent, Gateway(), actors=case.actors, timeout=120.0)
+    episode = episode_of(case.agent, Gateway(), actors=case.actors, timeout=120.0)
     arena.add_episode(episode)
     refused, sampled = [], []
     reject, generate = GatewayServer._reject, client.generate
