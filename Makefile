@@ -267,7 +267,7 @@ test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 an
 test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own
 	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker $(TESTED)
 
-test-frameworks: $(IN_FRAMEWORKS)  ## agents of 17 frameworks through the gateway, and the table of them in docs/agents.md
+test-frameworks: $(IN_FRAMEWORKS)  ## agents of 23 frameworks through the gateway, and the table of them in docs/agents.md
 	@failed=0; \
 	for folder in $(FRAMEWORKS)-1 $(FRAMEWORKS)-2 $(FRAMEWORKS)-3 $(VERIFIERS); do \
 	  $(ONE_THREAD) $$folder/bin/python -P -m pytest tests/integrations/frameworks \

@@ -111,6 +111,11 @@ class Model:
         return Reply(filled(self.lines[place], a, b), logprobs=logprobs)
 
 
+def own_prompt(rollouts: Sequence[Rollout]) -> int:
+    """Return the tokens of the longest prompt that begins a chat, which are bytes here: the agent's own, and tools."""
+    return max(len(s.prompt_token_ids) for rollout in rollouts for s in rollout.steps if "extends" not in s.info)
+
+
 def check(
     case: Case,
     package: str,
@@ -165,6 +170,7 @@ def check(
         assert sorted(added) == PAIRS, added
     rewritten = Counter(s.info["rewritten"] for rollout in rollouts for s in rollout.steps if "rewritten" in s.info)
     assert rewritten == (case.rewritten or {}), rewritten
+    record_property("prompt", own_prompt(rollouts))
     record_property("framework", package)
     record_property("version", version or metadata.version(package))
     for column, cell in case.cells.items():
