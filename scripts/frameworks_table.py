@@ -33,7 +33,8 @@ def read(folder: Path) -> Rows:
                     raise SystemExit(outcome != "skipped")
             if "framework" not in told:  # a test that fills no cells
                 continue
-            cells = rows.setdefault((told["framework"], told["version"]), {column: [] for column in ("prompt", *COLUMNS)})
+            empty: dict[str, list[str]] = {column: [] for column in ("prompt", *COLUMNS)}
+            cells = rows.setdefault((told["framework"], told["version"]), empty)
             for column, texts in cells.items():
                 if column in told and told[column] not in texts:
                     texts.append(told[column])

@@ -66,7 +66,8 @@ def test_runs(script, tmp_path, record_property):
     (tmp_path / "node_modules").symlink_to(PACKAGES)
 
     def episode(agent, gateway, **options):
-        return ProcessEpisode(["node", "agent.mjs", *script.words.split()], gateway, files={"agent.mjs": source}, **options)
+        command = ["node", "agent.mjs", *script.words.split()]
+        return ProcessEpisode(command, gateway, files={"agent.mjs": source}, **options)
 
     version = json.loads((PACKAGES / script.package / "package.json").read_text())["version"]
     case = Case(

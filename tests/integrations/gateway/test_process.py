@@ -369,7 +369,7 @@ def test_a_script_finds_the_packages_beside_it(tmp_path, suffix):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node")
-@pytest.mark.parametrize("contained", [False, pytest.param(True, marks=pytest.mark.skipif(not CONTAINED, reason="no bwrap"))])
+@pytest.mark.parametrize("contained", [False, *([True] if CONTAINED else [])])
 def test_a_module_imports_its_packages(tmp_path, contained):
     tmp_path.chmod(0o755)
     (tmp_path / "node_modules/words").mkdir(parents=True)

@@ -56,11 +56,11 @@ class ProcessEpisode(GatewayEpisode):
     into ``TURNWISE_RESULT``: a number, a number by actor, or anything that the rubric scores. With several actors,
     the model's name selects the actor, and each has variables of its own, such as ``OPENAI_BASE_URL_SOLVER``.
 
-    ``env`` adds variables, and ``files`` maps names in the folder to files that are copied there; a script in JavaScript
-    finds the ``node_modules`` that it has at its place. Of the
-    trainer's environment only ``PATH`` is passed on. When the command ends, all that it started is killed, and then its
-    result is read. At ``timeout`` the process gets SIGTERM, and ``grace`` seconds later everything is killed. At most
-    ``processes`` run at once, by default two for each core.
+    ``env`` adds variables, and ``files`` maps names in the folder to files that are copied there. A script in
+    JavaScript finds the ``node_modules`` that it has at its place. Of the trainer's environment only ``PATH`` is passed
+    on. When the command ends, all that it started is killed, and then its result is read. At ``timeout`` the process
+    gets SIGTERM, and ``grace`` seconds later everything is killed. At most ``processes`` run at once, by default two
+    for each core.
 
     For a program that knows nothing of turnwise, ``collect`` names files or patterns in the folder. The result is then
     ``{"output": its standard output, "files": {name: text}, "failure": ""}``, a rubric scores it, and no ``TURNWISE_``

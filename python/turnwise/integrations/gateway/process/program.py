@@ -54,7 +54,7 @@ def check_arguments(command: Sequence[str]) -> None:
 
 
 def packages_beside(path: Path) -> Path | None:
-    """Return the folder of packages that a JavaScript file at ``path`` would find; ``None`` for other files, or none."""
+    """Return the packages that a JavaScript file at ``path`` would find; ``None`` for other files, or without any."""
     if path.suffix not in SCRIPTS:
         return None
     return next((found.resolve() for folder in path.parents if (found := folder / PACKAGES).is_dir()), None)
