@@ -48,8 +48,8 @@ def parse(body: Mapping[str, Any], earlier: Earlier) -> ParsedRequest:
         _tool(tool, f"tools[{index}]") for index, tool in enumerate(read_objects(fields.take("tools", []), "tools"))
     ]
     instructions, given = fields.take("instructions"), fields.take("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else read_objects(given, "input")
-    items = _with_items(items, earlier)
+    sent = [{"role": "user", "content": given}] if isinstance(given, str) else read_objects(given, "input")
+    items = _with_items(sent, earlier)
     if (answer_id := fields.take("previous_response_id")) is None:
         messages, names = earlier.plain(DIALECT, items)
     else:
