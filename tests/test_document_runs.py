@@ -29,6 +29,7 @@ ELSEWHERE = {
     "cluster.md 1": "starts a Ray cluster with GPUs",
     "environments.md 6": "talks to an OpenEnv server",
     "inference.md 1": "talks to a vLLM server",
+    "policies.md 4": "takes models of two families",
     "inference.md 2": "talks to three vLLM servers",
     "other_trainers.md 1": "is a config of PRIME-RL",
     "tinker.md 1": "talks to a Tinker server",
@@ -66,8 +67,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "credit.md 2": {"task": "scored:Scored"},
     "credit.md 3": {"task": "proposer_solver"},
     "policies.md 3": {"policy_sharing": "model_per_actor"},
-    "policies.md 4": {"actors": {"reviser": {"teacher": "big"}}},
-    "policies.md 5": {"task": "lookup"},
+    "policies.md 5": {"actors": {"reviser": {"teacher": "big"}}},
+    "policies.md 6": {"task": "lookup"},
     "training.md 2": {"task": "scored:Scored"},
     "trees.md 2": {"task": "sudoku"},
 }

@@ -7,7 +7,6 @@ model is loaded.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import itertools
 import shutil
@@ -29,6 +28,7 @@ from turnwise.train.log.lines import read_rows
 from turnwise.types import CreditAssigner, GenerateResult
 from turnwise.utils.files import damage_named
 from turnwise.utils.registry import import_by_name
+from turnwise.utils.threads import run_to_end
 
 RECORDED = "recorded"
 """Key of an episode that was scored again: its ``rewards``, ``metrics`` and ``advantages`` as the run had them."""
@@ -132,7 +132,7 @@ def _scored_rows(
             for node, result, is_top in pairs
             if (is_top if episode_type is None else node["episode_type"] == episode_type)
         ]
-        asyncio.run(_score(chosen, rubric, done, sums))
+        run_to_end(_score(chosen, rubric, done, sums))
         _credit([(node, result) for node, result, _ in pairs], results, rule)
         yield from rows
 
