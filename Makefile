@@ -194,6 +194,10 @@ FRAMEWORKS_3 := crewai
 FRAMEWORKS_TESTS := hypothesis pytest pytest-asyncio pytest-xdist
 CLAUDE_CODE := 2.1.332
 CODEX := 0.171.0
+OPENCODE := 1.18.33
+QWEN_CODE := 0.15.10
+JAVASCRIPT := ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/anthropic@3.0.140 langchain@1.5.14 @langchain/core@1.4.0 \
+  @langchain/openai@1.5.8 @langchain/anthropic@1.5.11 @openai/agents@0.20.0 @mastra/core@0.24.9 zod@4.6.7
 IN_FRAMEWORKS := $(patsubst %,$(FRAMEWORKS)-%/.installed,1 2 3) $(FRAMEWORKS)-1/.npm $(VERIFIERS)/.installed
 $(FRAMEWORKS)-%/.frameworks: $(VENV)/.uv constraints.txt tests/environments/frameworks-%.txt pyproject.toml
 	@echo "Installing agent frameworks into $(FRAMEWORKS)-$*: once."
@@ -210,11 +214,13 @@ $(FRAMEWORKS)-%/.installed: $(VENV)/.installed $(FRAMEWORKS)-%/.frameworks
 	@$(call INTO,$(FRAMEWORKS)-$*) --reinstall --no-deps build/wheel/turnwise-*.whl
 	@touch $@
 
-# Command-line agents. Their tests are skipped without npm.
+# Command-line agents, and frameworks in JavaScript. Their tests are skipped without npm.
+NPM_INSTALL := npm install --silent --no-audit --no-fund --prefix
 $(FRAMEWORKS)-1/.npm: $(FRAMEWORKS)-1/.frameworks
-	@mkdir -p $(@D)/claude
-	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(@D)/claude \
-	  @anthropic-ai/claude-code@$(CLAUDE_CODE) @openai/codex@$(CODEX) || echo "npm: no command-line agents, so their tests skip"
+	@mkdir -p $(@D)/claude $(@D)/javascript
+	@! command -v npm >/dev/null || $(NPM_INSTALL) $(@D)/claude @anthropic-ai/claude-code@$(CLAUDE_CODE) \
+	  @openai/codex@$(CODEX) $(if $(CI),,opencode-ai@$(OPENCODE) @qwen-code/qwen-code@$(QWEN_CODE)) || echo "npm: no command-line agents, so their tests skip"
+	@[ -n "$$CI" ] || ! command -v npm >/dev/null || $(NPM_INSTALL) $(@D)/javascript $(JAVASCRIPT) || echo "npm: no packages, so their tests skip"
 	@touch $@
 
 # The tools of `make lint` and `make sdist`; nothing of the package needs them.
@@ -261,7 +267,7 @@ test-verl: $(VERL)/.installed  ## the tests of the verl plugin, with verl 0.9 an
 test-tinker: $(TINKER)/.installed  ## the tests of the Tinker learner, with SkyRL's server of the API in an environment of its own
 	@$(ONE_THREAD) $(TINKER)/bin/python -P -m pytest tests/integrations/tinker $(TESTED)
 
-test-frameworks: $(IN_FRAMEWORKS)  ## agents of 17 frameworks through the gateway, and the table of them in docs/agents.md
+test-frameworks: $(IN_FRAMEWORKS)  ## agents of 23 frameworks through the gateway, and the table of them in docs/agents.md
 	@failed=0; \
 	for folder in $(FRAMEWORKS)-1 $(FRAMEWORKS)-2 $(FRAMEWORKS)-3 $(VERIFIERS); do \
 	  $(ONE_THREAD) $$folder/bin/python -P -m pytest tests/integrations/frameworks \

@@ -14,8 +14,11 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs/agents.md"
 BEGIN, END = "<!-- frameworks -->\n", "<!-- end of frameworks -->\n"
+PROMPT = "own prompt, bytes"
+"""The longest prompt that begins a chat: of the agent's own text, its tools and the question."""
 COLUMNS = {"agent": "agent", "tool": "tool", "structured": "structured output", "forced": "forced calls"}
 Rows = dict[tuple[str, str], dict[str, list[str]]]
+HEAD = ["framework", "version", PROMPT, *COLUMNS.values()]
 
 
 def read(folder: Path) -> Rows:
@@ -30,7 +33,8 @@ def read(folder: Path) -> Rows:
                     raise SystemExit(outcome != "skipped")
             if "framework" not in told:  # a test that fills no cells
                 continue
-            cells = rows.setdefault((told["framework"], told["version"]), {column: [] for column in COLUMNS})
+            empty: dict[str, list[str]] = {column: [] for column in ("prompt", *COLUMNS)}
+            cells = rows.setdefault((told["framework"], told["version"]), empty)
             for column, texts in cells.items():
                 if column in told and told[column] not in texts:
                     texts.append(told[column])
@@ -39,8 +43,10 @@ def read(folder: Path) -> Rows:
 
 def table(rows: Rows) -> str:
     """Return the table of ``rows``, one line for each framework, by name."""
-    lines = [["framework", "version", *COLUMNS.values()], ["---"] * (2 + len(COLUMNS))]
-    lines += [[*key, *("; ".join(texts) or "–" for texts in cells.values())] for key, cells in sorted(rows.items())]
+    lines = [HEAD, ["---"] * len(HEAD)]
+    for key, cells in sorted(rows.items()):
+        longest = f"{max(map(int, cells['prompt'])):,}" if cells["prompt"] else "–"
+        lines.append([*key, longest, *("; ".join(cells[column]) or "–" for column in COLUMNS)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -24,6 +24,8 @@ ELSEWHERE = {
     "agents.md 3": "starts Claude Code",
     "agents.md 4": "starts mini-SWE-agent",
     "agents.md 5": "starts Codex",
+    "agents.md 6": "starts opencode",
+    "agents.md 7": "starts Qwen Code",
     "cluster.md 1": "starts a Ray cluster with GPUs",
     "environments.md 6": "talks to an OpenEnv server",
     "inference.md 1": "talks to a vLLM server",
@@ -38,6 +40,7 @@ ELSEWHERE = {
 
 NOT_RUN = {
     "agents.md": "parts of an agent, whose other parts are the reader's",
+    "gateway.md": "parts of an agent, whose other parts are the reader's",
     "other_trainers.md": "needs rLLM and SkyRL",
     "trl.md": "needs TRL and a model of the Hub",
     "verifiers.md": "a module of a package that verifiers installs",

@@ -287,8 +287,11 @@ def test_table_of_frameworks_names_the_pinned_versions() -> None:
         for name, version in re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), flags=re.MULTILINE):
             pins.setdefault(name, set()).add(version)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for name, variable in (("claude-code", "CLAUDE_CODE"), ("codex", "CODEX")):
+    [javascript] = re.findall(r"^JAVASCRIPT := ((?:.*\\\n)*.*)$", makefile, flags=re.MULTILINE)
+    pins |= {f"{name} (npm)": {version} for name, version in re.findall(r"(\S+)@(\d\S*)", javascript)}
+    programs = ("claude-code", "codex", "opencode", "qwen-code")
+    for name, variable in ((name, name.upper().replace("-", "_")) for name in programs):
         pins[name] = set(re.findall(rf"^{variable} := (\S+)$", makefile, flags=re.MULTILINE))
     pins |= {name: {version} for name, version in PINS.items() if name in rows and name not in pins}
-    assert len(rows) == 17
+    assert len(rows) == 23
     assert {name: version for name, version in rows.items() if version not in pins.get(name, ())} == {}

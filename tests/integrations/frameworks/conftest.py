@@ -10,8 +10,8 @@ from pathlib import Path
 # The package that only the environment of a module's framework has; openai and others are in several.
 ENVIRONMENTS = {
     "autogen_agentchat": (
-        "agent_framework anthropic autogen claude_code command_line dspy langgraph litellm mini_swe_agent openai "
-        "openai_agents pydantic_ai smolagents"
+        "agent_framework anthropic autogen claude_code command_line dspy javascript langgraph litellm mini_swe_agent "
+        "openai openai_agents pydantic_ai smolagents"
     ),
     "llama_index": "instructor llama_index",
     "crewai": "crewai",

@@ -111,14 +111,25 @@ class Model:
         return Reply(filled(self.lines[place], a, b), logprobs=logprobs)
 
 
-def check(case: Case, package: str, record_property: Callable[[str, object], None], version: str = "") -> list[Rollout]:
+def own_prompt(rollouts: Sequence[Rollout]) -> int:
+    """Return the tokens of the longest prompt that begins a chat, which are bytes here: the agent's own, and tools."""
+    return max(len(s.prompt_token_ids) for rollout in rollouts for s in rollout.steps if "extends" not in s.info)
+
+
+def check(
+    case: Case,
+    package: str,
+    record_property: Callable[[str, object], None],
+    version: str = "",
+    episode_of: Callable[..., Any] = AgentEpisode,
+) -> list[Rollout]:
     """Run two attempts at once: both succeed, no request is refused, and the rows are what was sampled."""
     model = Model(case.lines)
     client = ScriptedClient(model, tokenizer=model.tokenizer)
     arena = Arena(client, sampling=Sampling(max_tokens=4096), failure_threshold=1.0)
     for actor in case.actors:
         arena.add_actor(Actor(actor))
-    episode = AgentEpisode(case.agent, Gateway(), actors=case.actors, timeout=120.0)
+    episode = episode_of(case.agent, Gateway(), actors=case.actors, timeout=120.0)
     arena.add_episode(episode)
     refused, sampled = [], []
     reject, generate = GatewayServer._reject, client.generate
@@ -159,6 +170,7 @@ def check(case: Case, package: str, record_property: Callable[[str, object], Non
         assert sorted(added) == PAIRS, added
     rewritten = Counter(s.info["rewritten"] for rollout in rollouts for s in rollout.steps if "rewritten" in s.info)
     assert rewritten == (case.rewritten or {}), rewritten
+    record_property("prompt", own_prompt(rollouts))
     record_property("framework", package)
     record_property("version", version or metadata.version(package))
     for column, cell in case.cells.items():

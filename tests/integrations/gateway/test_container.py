@@ -19,7 +19,7 @@ import pytest
 from turnwise.arena import Rubric
 from turnwise.integrations.gateway import Container, Gateway, ProcessEpisode
 from turnwise.integrations.gateway.process.container import FOLDER
-from turnwise.integrations.gateway.process.episode import OUTPUT_BYTES
+from turnwise.integrations.gateway.process.output import OUTPUT_BYTES
 from turnwise.sandbox.surface import build_program_filter
 from turnwise.types import EpisodeRequest
 

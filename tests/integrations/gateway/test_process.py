@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,12 +17,15 @@ import pytest
 
 from turnwise.arena import Rubric
 from turnwise.integrations.gateway import Gateway, ProcessEpisode
-from turnwise.integrations.gateway.process.episode import FREE_BYTES, OUTPUT_BYTES, SLICE, Tail
+from turnwise.integrations.gateway.process.output import FREE_BYTES, OUTPUT_BYTES, SLICE, Tail
+from turnwise.integrations.gateway.process.program import link_packages, packages_beside
 from turnwise.types import EpisodeRequest
 
 from .helpers import LOGPROBS, arena_of, scripted
 from .processes import HEAD, SLEEPER, STUBBORN, appears, noted_processes, play_process, runs
 
+TRIAL = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]
+CONTAINED = shutil.which("bwrap") and not subprocess.run(TRIAL, check=False, capture_output=True).returncode
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and Linux alone has subreapers")
 
 
@@ -324,3 +329,61 @@ result(count)
 def test_wrong_arguments(options, error, message):
     with pytest.raises(error, match=message):
         ProcessEpisode(**{"command": ["true"], "gateway": Gateway(), **options})
+
+
+# -- several actors, and scripts with packages -------------------------------------------------------------------------
+def test_each_of_several_actors_has_a_url_and_a_key_of_its_own(tmp_path):
+    code = """
+import re
+for name in ("THE_BOSS", "WORKER_2"):
+    url = os.environ["OPENAI_BASE_URL_" + name]
+    os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": os.environ["OPENAI_API_KEY_" + name]}
+    assert os.environ["ANTHROPIC_BASE_URL_" + name] + "/v1" == url
+    assert os.environ["ANTHROPIC_API_KEY_" + name] == os.environ["OPENAI_API_KEY"]
+    ask("x", model="any name")
+assert not [name for name in os.environ if name.endswith("A_B")]
+result({"the-boss": 1.0, "worker 2": 0.5})
+"""
+    actors = ("the-boss", "worker 2", "a.b", "a-b")
+    [rollout], _ = play_process(tmp_path, code, actors=actors)
+    assert rollout.error is None, rollout.error
+    assert rollout.rewards == {"the-boss": 1.0, "worker 2": 0.5}
+
+
+@pytest.mark.parametrize("suffix", [".mjs", ".cjs", ".ts"])
+def test_a_script_finds_the_packages_beside_it(tmp_path, suffix):
+    """Also those of a folder above, and never in place of packages that are copied too."""
+    (tmp_path / "node_modules/words").mkdir(parents=True)
+    (tmp_path / "node_modules/words/index.js").write_text("module.exports = 4")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / f"agent{suffix}").write_text("x")
+    (tmp_path / "agent.py").write_text("x")
+    found = tmp_path / "node_modules"
+    assert packages_beside(tmp_path / "src" / f"agent{suffix}") == found.resolve()
+    assert packages_beside(tmp_path / "agent.py") is None
+    root = tmp_path / "work"
+    (root / "own/node_modules").mkdir(parents=True)
+    script = tmp_path / "src" / f"agent{suffix}"
+    link_packages(root, {"agent.mjs": script, "own/agent.mjs": script, "agent.py": tmp_path / "agent.py"})
+    assert (root / "node_modules").resolve() == found.resolve() and not (root / "own/node_modules").is_symlink()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+@pytest.mark.parametrize("contained", [False, *([True] if CONTAINED else [])])
+def test_a_module_imports_its_packages(tmp_path, contained):
+    tmp_path.chmod(0o755)
+    (tmp_path / "node_modules/words").mkdir(parents=True)
+    (tmp_path / "node_modules/words/package.json").write_text('{"name": "words", "exports": "./index.mjs"}')
+    (tmp_path / "node_modules/words/index.mjs").write_text("export const right = 0.25;")
+    (tmp_path / "agent.mjs").write_text(
+        "import { writeFileSync } from 'node:fs';\nimport { right } from 'words';\n"
+        "writeFileSync(process.env.TURNWISE_RESULT, JSON.stringify(right));"
+    )
+    arena = arena_of(scripted("4"))
+    files = {"agent.mjs": tmp_path / "agent.mjs"}
+    options = {"container": "bwrap"} if contained else {}
+    arena.add_episode(ProcessEpisode(["node", "agent.mjs"], Gateway(), actors=["solver"], files=files, **options))
+    [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("process", "x")]))
+    assert result.rollout.error is None, result.rollout.error
+    assert result.rollout.metrics["reported_reward"] == 0.25
+    assert (tmp_path / "node_modules/words/index.mjs").exists(), "the folder's end removes the link alone"

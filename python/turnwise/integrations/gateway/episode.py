@@ -169,9 +169,9 @@ def read_rewards(
 ) -> dict[str, float] | float:
     """Return the rewards by actor that an agent reported. Raises ``ValueError`` or ``TypeError`` for anything else.
 
-    An actor that was never called needs no reward, and gets none. If no actor was called, it is the mean of what the
-    agent reported. One whose calls are all of sub-agents with rewards of
-    their own (``paid_apart``) needs none either, and gets the one that names it.
+    An actor that was never called needs no reward, and gets none. One whose calls are all of sub-agents with rewards of
+    their own (``paid_apart``) needs none either, and gets the one that names it. If no actor was called, the mean of
+    what the agent reported is returned.
     """
     if isinstance(result, Mapping):
         if unknown := [name for name in result if name not in actors]:

@@ -1,6 +1,6 @@
 """Agents as commands: each episode is a process with its own folder, in a container if the config says so.
 
-Read in this order: episode, program, folder, supervisor, container.
+Read in this order: episode, program, folder, output, supervisor, container.
 May import: types, utils, sandbox, chat, arena, inference.common, integrations.gateway.
 """
 

@@ -81,14 +81,15 @@ class Container:
     """How the tool is called here; :meth:`of` finds it."""
 
     @classmethod
-    def of(cls, given: str | Mapping[str, Any]) -> Self:
-        """Return a container that this machine can run. Raises ``ValueError`` or ``RuntimeError`` otherwise."""
+    def of(cls, given: str | Mapping[str, Any], also: Sequence[str] = ()) -> Self:
+        """Return a container that this machine can run, with further mounts. Raises ``ValueError`` or ``RuntimeError``
+        otherwise."""
         table: dict[str, Any] = {"tool": given} if isinstance(given, str) else dict(given)
         names = [field.name for field in fields(cls) if field.name != "way"]
         if unknown := [name for name in table if name not in names]:
             raise ValueError(f"gateway.container.{unknown[0]}: unknown, expected some of {names}")
         if not isinstance(mounts := table.get("mounts", ()), str):
-            table["mounts"] = [expanded(path) for path in mounts]
+            table["mounts"] = list(dict.fromkeys([*map(expanded, mounts), *also]))
         container = cls(**table)
         if container.tool == "auto":
             found = [tool for tool in TOOLS if (tool != "bwrap") == bool(container.image) and shutil.which(tool)]

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,23 @@ from turnwise.integrations.gateway.gateway import Gateway
 from turnwise.integrations.gateway.process import supervisor
 from turnwise.integrations.gateway.process.container import FOLDER, PRIVATE, Container, container_name
 from turnwise.integrations.gateway.process.folder import new_folder, remove_tree
-from turnwise.integrations.gateway.process.program import check_arguments, collect, read_result, render
+from turnwise.integrations.gateway.process.output import Tail, pipe
+from turnwise.integrations.gateway.process.program import (
+    check_arguments,
+    collect,
+    link_packages,
+    packages_beside,
+    read_result,
+    render,
+    variables_of,
+)
 from turnwise.integrations.gateway.sessions.session import GatewaySession
 from turnwise.utils.files import expanded
 
-OUTPUT_BYTES = 64 * 1024
-"""Number of the latest bytes of a process's output that are kept."""
 SHOWN_LINES = 50
 """Last lines of its output in the error of a failed process."""
 LATEST_END = 60.0
 """Seconds after its timeout in which a container ends even if its trainer was killed."""
-FREE_BYTES, SLICE = 16 << 20, 1 << 16
-"""Output that is read at full speed, and the bytes of each millisecond from then on: a flood leaves time for others."""
 ORPHAN_ROUNDS = 100
 """Searches for processes that outlived their supervisor; each kills what it finds."""
 
@@ -50,12 +54,13 @@ class ProcessEpisode(GatewayEpisode):
     The process finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``, the
     question in the JSON file ``TURNWISE_QUESTION``, and all models in ``TURNWISE_MODELS``. It writes its result as JSON
     into ``TURNWISE_RESULT``: a number, a number by actor, or anything that the rubric scores. With several actors,
-    the model's name selects the actor.
+    the model's name selects the actor, and each has variables of its own, such as ``OPENAI_BASE_URL_SOLVER``.
 
-    ``env`` adds variables, and ``files`` maps names in the folder to files that are copied there. Of the
-    trainer's environment only ``PATH`` is passed on. When the command ends, all that it started is killed, and then its
-    result is read. At ``timeout`` the process gets SIGTERM, and ``grace`` seconds later everything is killed. At most
-    ``processes`` run at once, by default two for each core.
+    ``env`` adds variables, and ``files`` maps names in the folder to files that are copied there. A script in
+    JavaScript finds the ``node_modules`` that it has at its place. Of the trainer's environment only ``PATH`` is passed
+    on. When the command ends, all that it started is killed, and then its result is read. At ``timeout`` the process
+    gets SIGTERM, and ``grace`` seconds later everything is killed. At most ``processes`` run at once, by default two
+    for each core.
 
     For a program that knows nothing of turnwise, ``collect`` names files or patterns in the folder. The result is then
     ``{"output": its standard output, "files": {name: text}, "failure": ""}``, a rubric scores it, and no ``TURNWISE_``
@@ -107,13 +112,14 @@ class ProcessEpisode(GatewayEpisode):
         self.children = children
         self.command, self.env, self.grace = list(command), dict(env or {}), grace
         self.stdin, self.collect = stdin, collect
-        self.container = None if container is None else Container.of(container)
         self.files = {name: expanded(Path(path)).absolute() for name, path in (files or {}).items()}
         for name, path in self.files.items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"files={name!r}: expected a name inside the process's folder")
             if not path.is_file():
                 raise ValueError(f"files={name!r}: no file {str(path)!r}")
+        packages = {str(found) for path in self.files.values() if (found := packages_beside(path))}
+        self.container = None if container is None else Container.of(container, sorted(packages))
         self._limit = 2 * (os.cpu_count() or 1) if processes is None else processes
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -177,6 +183,7 @@ class ProcessEpisode(GatewayEpisode):
         for name, source in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, folder / name)
+        link_packages(folder, self.files)
         (private / "stdin.txt").write_text(render(self.stdin, question), encoding="utf-8")
         if self.collect is None:
             (private / "question.json").write_text(json.dumps(question), encoding="utf-8")
@@ -234,6 +241,8 @@ class ProcessEpisode(GatewayEpisode):
         if self.collect is None:
             names = ("question", "models", "result")
             environment |= {f"TURNWISE_{name.upper()}": f"{private}/{name}.json" for name in names}
+        if not alone:
+            environment |= {name: self._url(text, session) for name, text in variables_of(session.models).items()}
         environment |= self.env
         bypass_proxies(session.url, environment)
         return environment
@@ -281,7 +290,7 @@ class ProcessEpisode(GatewayEpisode):
         kept = Tail()
         output = Tail(kept)
         # A pipe of asyncio's own would keep wait() from returning while any descendant has it open.
-        async with _pipe(kept) as errors, _pipe(output) as written:
+        async with pipe(kept) as errors, pipe(output) as written:
             try:
                 with (root / "turnwise" / "stdin.txt").open("rb") as given:
                     process = await asyncio.create_subprocess_exec(
@@ -295,61 +304,6 @@ class ProcessEpisode(GatewayEpisode):
 
 
 _MODEL = ("base_url", "anthropic_base_url", "api_key", "name")
-
-
-@contextlib.asynccontextmanager
-async def _pipe(tail: Tail) -> AsyncIterator[int]:
-    """Yield the end of a pipe that ``tail`` reads; close it once the process has it."""
-    output, written = os.pipe()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: tail, os.fdopen(output, "rb"))
-    try:
-        yield written
-    finally:
-        transport.close()
-
-
-class Tail(asyncio.Protocol):
-    """Reads a pipe, keeps the last part of it, and shows all of it to the tail ``also``."""
-
-    def __init__(self, also: Tail | None = None) -> None:
-        self.also = also
-        self._kept: deque[bytes] = deque()
-        self._size = 0
-        self._read = 0
-        self._ended = asyncio.Event()
-        self._transport: Any = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def _resume(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def data_received(self, data: bytes) -> None:
-        self._read += len(data)
-        if self._read > FREE_BYTES and self._transport is not None:
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_later(len(data) / SLICE / 1000, self._resume)
-        if self.also is not None:
-            self.also.data_received(data)
-        self._kept.append(data)
-        self._size += len(data)
-        while self._size - len(self._kept[0]) >= OUTPUT_BYTES:
-            self._size -= len(self._kept.popleft())
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._ended.set()
-
-    async def ends(self) -> None:
-        """Wait until all is read, which takes no time once nothing has the pipe open."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._ended.wait()
-
-    @property
-    def output(self) -> bytes:
-        return b"".join(self._kept)[-OUTPUT_BYTES:]
 
 
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:

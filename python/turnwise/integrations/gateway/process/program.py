@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ PLACEHOLDER = re.compile(r"\{question((?:\[[^][{}]+\])*)\}")
 """``{question}``, or a part of it: ``{question[text]}``."""
 CODE = re.compile(r"-\w*[ce]|--eval|--command")
 """Options behind which shells and interpreters expect code."""
+SCRIPTS = (".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx")
+PACKAGES = "node_modules"
 FILES, FILE_BYTES = 100, 1 << 20
 """Files that are collected, and the bytes of each; the rest is left out."""
 RESULT_BYTES = 16 << 20
@@ -48,6 +51,38 @@ def check_arguments(command: Sequence[str]) -> None:
             )
         if PLACEHOLDER.search(argument) and (index == 0 or CODE.fullmatch(command[index - 1])):
             raise ValueError(f"command[{index}]={argument!r}: a question is no code. Use gateway.stdin")
+
+
+def packages_beside(path: Path) -> Path | None:
+    """Return the packages that a JavaScript file at ``path`` would find; ``None`` for other files, or without any."""
+    if path.suffix not in SCRIPTS:
+        return None
+    return next((found.resolve() for folder in path.parents if (found := folder / PACKAGES).is_dir()), None)
+
+
+def link_packages(root: Path, files: Mapping[str, Path]) -> None:
+    """Link the packages of each script beside its copy in ``root``, unless there are some: Node looks nowhere else."""
+    for name, source in files.items():
+        link = (root / name).parent / PACKAGES
+        if (packages := packages_beside(source)) is not None and not os.path.lexists(link):
+            link.symlink_to(packages)
+
+
+def variables_of(models: Mapping[str, Any]) -> dict[str, str]:
+    """Return a URL and a key of each API for each actor, such as ``OPENAI_BASE_URL_SOLVER``.
+
+    An actor's name is in upper case, with ``_`` for all but letters and digits. Names that become equal get none.
+    """
+    names = {actor: re.sub(r"[^A-Z0-9]", "_", actor.upper()) for actor in models}
+    alone = {actor: name for actor, name in names.items() if [*names.values()].count(name) == 1}
+    return {
+        f"{api}_{kind}_{name}": getattr(models[actor], attribute)
+        for actor, name in alone.items()
+        for api, kind, attribute in (
+            ("OPENAI", "BASE_URL", "base_url"), ("OPENAI", "API_KEY", "api_key"),
+            ("ANTHROPIC", "BASE_URL", "anthropic_base_url"), ("ANTHROPIC", "API_KEY", "api_key"),
+        )
+    }  # fmt: skip
 
 
 def read_result(path: Path) -> Any:

@@ -45,7 +45,10 @@ COUNTS: dict[str, ModuleType] = {
 """Routes that answer with the number of tokens of a prompt, and sample nothing."""
 ACTOR = "{actor:[^/]+}"
 """A quoted name of an actor. aiohttp's own pattern takes no braces."""
-ROOTS = (f"/s/{{sid}}/{ACTOR}/v1", f"/s/{{sid}}/{ACTOR}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1")
+ROOTS = (
+    f"/s/{{sid}}/{ACTOR}/v1", f"/s/{{sid}}/{ACTOR}/v1/v1", "/s/{sid}/v1", "/s/{sid}/v1/v1",
+    f"/s/{{sid}}/{ACTOR}", "/s/{sid}",  # clients of Anthropic's API differ in who appends /v1
+)  # fmt: skip
 OF_CONTAINER = 64
 """Connections of one container."""
 LINGER = 2.0
