@@ -15,6 +15,7 @@ from turnwise.cli.run.tournament import play_tournament
 from turnwise.inference.common.model_files import read_model
 from turnwise.inference.weights.lora import shared_bases
 from turnwise.replay.replay import replay
+from turnwise.run import start
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run
 from turnwise.train.config.schema import TrainConfig
@@ -149,7 +150,11 @@ def test_what_reads_the_tokens_of_another_model_must_have_them(tmp_path: Path, f
     config = config_of(tmp_path, families, actors=actors, loss={"kl": {"coef": 0.1}})
     with pytest.raises(ConfigError, match=rf"'actors.guesser.teacher' = 'describer': '{first}' has other tokens than"):
         dry_run(config)
-    # A teacher of the same family may be beside a policy of another.
+    rollout = {"client": "vllm", "server": {"url": "http://127.0.0.1:1"}}
+    told = r"'rollout.server.url' = .*: a server has one base: expected one for each of \[\['describer'\], \['gues"
+    with pytest.raises(ConfigError, match=told):
+        dry_run(config_of(tmp_path, families, rollout=rollout))
+    # A reference of the same family may be beside a policy of another.
     config = config_of(tmp_path, families, own=({"reference": first}, {}), loss={"kl": {"coef": 0.1}})
     assert f'path = "{second}"' in dry_run(config)
 
@@ -163,7 +168,7 @@ def test_a_swap_to_another_family_is_refused(tmp_path: Path, families: tuple[str
     assert "sampled again" in str(replay(tmp_path, swap=["guesser=guesser@start"]))
 
 
-def test_games_between_families(tmp_path: Path, families: tuple[str, str]) -> None:
+def test_games_between_families(tmp_path: Path, families: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one run with a league, in a comparison of its checkpoints, and in a tournament with a run of another."""
     league = {"share": 0.5, "every": 1, "size": 2}
     policies = {"player0": {"path": families[0]}, "player1": {"path": families[1]}}
@@ -173,8 +178,11 @@ def test_games_between_families(tmp_path: Path, families: tuple[str, str]) -> No
     changes |= {"warm_start": {"steps": 40, "batch_size": 16, "warmup": 5, "lr": 1e-2}, "credit": {"rule": "constant"}}
     changes |= {"rollout": {"prompts_per_step": 12}}
     config = config_from_dict(kuhn(tmp_path / "two", **changes))
+    read, fitting = list[Any](), start.fitting
+    monkeypatch.setattr(start, "fitting", lambda *given: read.append(given[0]) or fitting(*given))
     run = train_from_config(config)
     run.close()
+    assert read == [run.arena.tokenizer_of(name) for name in policies], "each warm start writes its own tokens"
     assert all(policy.version > 0 for policy in run.trainer.policies.values())
     rows = rows_of(tmp_path / "two", "rollouts.jsonl")
     assert {step["policy"].partition("@")[1] for row in rows for step in row["steps"]} == {"", "@"}

@@ -192,7 +192,13 @@ def test_a_run_follows_the_members_of_its_cluster(
 
 
 async def test_each_pool_has_its_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two policies without a common base, one pool for each; an engine that joins gets its pool's weights."""
+    """Two policies without a common base, one pool for each, with its own tokenizer; an engine that joins gets its
+    pool's weights."""
+
+    class Loud(ByteTokenizer):
+        def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+            return super().decode(token_ids, skip_special_tokens) + "!"
+
     models = {"solver": build("served", seed=1), "critic": build("served", seed=2)}
     pools = {name: {"policies": [name], "engine": "transformers"} for name in models}
     config = config_from_dict(
@@ -206,7 +212,7 @@ async def test_each_pool_has_its_policies(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("TURNWISE_CLUSTER_KEY", os.environ[KEY_VARIABLE])
         write_members(tmp_path, 1, solver={"engine-0": one.url}, critic={"engine-1": two.url})
         check_client(config)
-        async with build_client(config, ByteTokenizer(), models) as client:
+        async with build_client(config, {"solver": ByteTokenizer(), "critic": Loud()}, models) as client:
             for name, model in models.items():
                 client.load_weights(name, sent(model), 3)
             with engine_here(build("served")) as (three, _):
@@ -216,6 +222,7 @@ async def test_each_pool_has_its_policies(tmp_path: Path, monkeypatch: pytest.Mo
                 for name, model in models.items():
                     responses = await client.generate(requests_of(3, policy=name))
                     assert error_of(model, responses) < EXACT and versions_of(responses) == {3}
+                    assert {response.text.endswith("!") for response in responses} == {name == "critic"}
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,7 @@ class ByPolicy(Generic[T]):
         names = list(self._values if policies is None else policies)
         first = self[names[0]]
         if other := next((name for name in names if not self.alike(name, names[0])), ""):
-            raise ValueError(
-                f"policies {names[0]!r} and {other!r} have not the same {self._what}{hint and f': {hint}'}"
-            )
+            raise ValueError(f"policies {names[0]!r} and {other!r} differ in their {self._what}{hint and f': {hint}'}")
         return first
 
     def mapped(self, change: Callable[[T], V]) -> ByPolicy[V]:

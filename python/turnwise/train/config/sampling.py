@@ -15,6 +15,7 @@ from turnwise.credit import registry
 from turnwise.credit.columns import needs_several_attempts
 from turnwise.settings.section import RunFacts, Section, trial
 from turnwise.train.config.features import required, with_features
+from turnwise.train.config.policies import sharing
 from turnwise.types import CreditCapabilities, Sampling, capabilities_of
 from turnwise.types.play import MAX_CONCURRENCY
 from turnwise.utils.files import PathText
@@ -74,6 +75,10 @@ class ServerConfig(Section):
         policies = list(run.config.policies)
         if run.task is not None and isinstance(self.url, dict) and self.url.keys() != {*policies}:
             yield problem(f"{key}.url", f"expected one for each of {policies}", self.url)
+        bases = sharing(run.config.policies)
+        for names in self.groups(policies).values() if run.task is not None else ():
+            if {*names} <= {*policies} and not any({*names} <= {*base} for base in bases):
+                yield problem(f"{key}.url", f"a server has one base: expected one for each of {bases}", self.url)
 
 
 def _share(value: Any) -> float | list[float]:
