@@ -313,6 +313,30 @@ def test_few_chunks_are_summed_in_the_weights_dtype_and_many_in_float32(monkeypa
     assert wide < narrow < 1e-2
 
 
+@pytest.mark.parametrize("intel", [False, True])
+def test_either_product_of_a_cpu_gives_the_gradients_of_float64(monkeypatch, intel: bool) -> None:
+    """oneDNN's makes new logits for each chunk, MKL's overwrites those of the chunk before."""
+    monkeypatch.setattr(linear_chunks, "_is_intel", lambda: intel)
+    monkeypatch.setattr(linear_chunks, "choose_on_cpu", lambda *_: Chunks(16, 1000))
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(41, 24, generator=generator), torch.randn(300, 24, generator=generator)
+    targets, cu = torch.randint(300, (41,), generator=generator), torch.tensor([0, 41])
+
+    def gradients(dtype: torch.dtype, backend: str | None = None) -> list[Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (hidden, weight)]
+        mkl = intel or dtype is torch.float64 or not torch.backends.mkldnn.is_available()
+        assert (linear_chunks.Products(leaves[0]).linear is None) == mkl
+        out = linear_policy_loss(
+            *leaves, targets, torch.zeros(41, dtype=dtype), torch.ones(1), cu_seqlens=cu, variant=ops.Reinforce(),
+            entropy_coef=0.1, backend=backend,
+        )  # fmt: skip
+        out.loss.backward()
+        return [leaf.grad.double() for leaf in leaves if leaf.grad is not None]
+
+    for got, exact in zip(gradients(torch.float32), gradients(torch.float64, "torch"), strict=True):
+        assert (got - exact).norm() < 1e-5 * exact.norm()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Backends
 # ---------------------------------------------------------------------------------------------------------------------

@@ -47,8 +47,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @cache
 def _is_intel() -> bool:
-    """True on an Intel processor. There MKL takes 0.7 to 0.9 of oneDNN's time and copies no weight; on AMD's, twice as
-    long."""
+    """True on an Intel processor. There MKL's product is faster than oneDNN's, which copies the weight each time."""
     facts: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return "Intel" in str(facts.get("cpu_name"))
 
@@ -180,7 +179,7 @@ class Head:
     def space(self, chunks: Iterable[slice]) -> Tensor | None:
         """Make memory for the logits of any of the chunks, in turn; ``None`` where products bring their own.
 
-        A CPU gets large memory from the kernel, which fills it with zeros: a fifth of a product's time.
+        A CPU gets large memory from the kernel, which fills it with zeros first.
         """
         if self.products.on_gpu or self.products.linear is not None:
             return None
