@@ -7,6 +7,10 @@ from their registries. A key that no feature sets joins by itself, with its defa
 
 from __future__ import annotations
 
+import atexit
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from turnwise.credit import registry as rules
@@ -16,9 +20,19 @@ from turnwise.train.league.league import MATCHMAKERS
 from turnwise.train.terms.loss_types import registry as losses
 
 from ..config_keys import another, choices_of, keys_of
+from ..families import save_families
 
 Fragment = dict[str, Any]
 """Dotted config keys and their values."""
+
+
+@cache
+def family() -> str:
+    """A folder with a small model of another tokenizer and chat template than the tiny ones. It is there until the end."""
+    folder = tempfile.TemporaryDirectory(prefix="family-")
+    atexit.register(folder.cleanup)
+    return save_families(Path(folder.name))[1]
+
 
 SUMS = {"task": "pair_tasks:Sums", "task_options": {"max_tokens": 6}}
 KUHN = {"task": "kuhn_poker", "task_options": {"max_tokens": 6}}
@@ -107,6 +121,7 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         },
         "linear": {"policies.default.lora": {"rank": 2, "target_modules": "all-linear"}},
         "frozen": {"policies.ice": {"path": "tiny", "trainable": False}, "actors.FIRST.policy": "ice"},
+        "families": {"policies.other.path": "FAMILY", "actors.FIRST.policy": "other"},
     },
     "teacher": {
         "none": {},
@@ -361,7 +376,7 @@ def config_of(row: dict[str, str]) -> dict[str, Any]:
         "REWARD": REWARDS.get(chosen["task"], "right"),
         "FIRST_POLICY": first if one_each else "default",
         "LAST_POLICY": last if one_each else "default",
-    }
+    } | ({"FAMILY": family()} if chosen["policies"] == "families" else {})
     config: dict[str, Any] = {}
     for fragment in (BASE, *(FEATURES[name][value] for name, value in chosen.items())):
         for key, value in fragment.items():
