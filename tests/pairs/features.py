@@ -28,7 +28,7 @@ Fragment = dict[str, Any]
 
 @cache
 def family() -> str:
-    """A folder with a small model of another tokenizer and chat template than the tiny ones. It is there until the end."""
+    """A folder with a small model of another tokenizer and chat template than the tiny ones."""
     folder = tempfile.TemporaryDirectory(prefix="family-")
     atexit.register(folder.cleanup)
     return save_families(Path(folder.name))[1]
