@@ -10,7 +10,10 @@ import pytest
 
 from turnwise.cli import main as cli
 from turnwise.cli.run.eval import evaluate_from_config, measure, render
+from turnwise.report.status import read_status
 from turnwise.run import load
+from turnwise.train.eval.show import invalid_reasons, texts_of
+from turnwise.types import GenerateResult, Rollout, Step
 from turnwise.train.checkpoint.files import CheckpointError
 from turnwise.train.run_lock import RunLock
 
@@ -78,6 +81,36 @@ def test_checkpoints_are_evaluated_by_name(team, capsys, sudoku):
     assert plain["checkpoint"].endswith("step_00000003")
     assert plain["difference"]["difference"]["mean"] == 0 and plain["difference"]["p"] == 1
     assert plain["estimates"]["satisfied/reviser"]["method"] in ("bootstrap", "wilson")
+
+
+def test_the_start_is_the_run_s_own_while_it_has_it(sudoku, monkeypatch):
+    """It repeated the warm start, which takes minutes."""
+    monkeypatch.setattr("turnwise.run.build.run_warm_start", None)
+    own = measure(sudoku, "start")
+    assert own.checkpoint.endswith("step_00000000")
+    assert own.evaluation == evaluate_from_config(sudoku, "step_00000000")
+    assert read_status(sudoku.run_dir).exported == 3, "policies/ carries the step of its weights"
+
+
+def test_episodes_are_shown_and_invalid_actions_counted(sudoku, capsys):
+    words = ["eval", str(sudoku.run_dir), "--eval.num_prompts", "3", "--show", "2"]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "episode 2: success 0" in shown and "episode 3" not in shown
+    assert "user, to proposer: " in shown and "\n  reviser: " in shown and "rewards: proposer " in shown
+    assert cli.main([*words, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert len(plain["shown"]) == 2 and plain["invalid"] == {}
+
+
+def test_the_reasons_of_invalid_actions_are_counted_without_what_they_quote():
+    def played(*reasons):
+        steps = [Step("a", 0, [], "", [], [], [], [], "stop", info={"invalid_action": reason}) for reason in reasons]
+        return GenerateResult(Rollout("r", "x", 0, steps=steps), group_id=len(reasons))
+
+    results = [played("no number in 'one'", "too long"), played('no number in "it\'s"')]
+    assert invalid_reasons(results) == {"no number in …": 2, "too long": 1}
+    assert "    invalid: too long" in texts_of(results, [0.0, 1.0], 5)[0]
 
 
 def test_several_samples_of_each_question(sudoku, capsys):

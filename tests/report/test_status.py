@@ -11,7 +11,9 @@ import pytest
 from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.report.status import duration, read_status
+from turnwise.train.checkpoint.listing import EXPORTED
 from turnwise.train.log.run_log import RunLog
+from turnwise.train.model.export import mark
 from turnwise.train.run_lock import LOCK
 
 from .hand_made import HOSTILE, cluster_run
@@ -86,6 +88,19 @@ def test_a_late_step_is_a_warning(run_dir):
     assert late.state == "stopped" and late.warnings == [], "a run that has ended is not late, nor are its engines"
     (run_dir / "warnings.jsonl").write_text(json.dumps({"step": 1, "warning": "w" * 500}) + "\n")
     assert f"step 1: {'w' * 199}… (the newest of 1 " in read_status(run_dir, START + 120).warnings[-1]
+
+
+def test_exported_policies_tell_their_step(run_dir, capsys):
+    for name, step in (("one", 2), ("two", 3)):
+        (run_dir / "policies" / name).mkdir(parents=True)
+        (run_dir / "policies" / name / EXPORTED).write_text(json.dumps({"step": step}))
+    assert cli.main(["status", str(run_dir)]) == EXIT_OK
+    assert "checkpoint step 3, " in (shown := capsys.readouterr().out) and "policies/  step 2\n" in shown
+    mark(run_dir, ["one", "two", "gone"], None)  # as an export begins, which may be killed
+    assert read_status(run_dir).exported is None
+    (run_dir / "policies" / "one" / EXPORTED).write_text("[]")
+    assert cli.main(["status", str(run_dir)]) == EXIT_USAGE
+    assert EXPORTED in capsys.readouterr().err
 
 
 def test_a_process_that_was_killed_is_told(run_dir):

@@ -18,7 +18,7 @@ from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation
 from turnwise.train.eval.statistics import Estimate
-from turnwise.train.log.lines import read_metrics
+from turnwise.train.log.lines import read_metrics, read_rows
 from turnwise.train.log.run_log import RunLog, token_texts
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, Step
 
@@ -48,6 +48,17 @@ def test_a_line_a_step_and_a_few_rollouts(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75}]
     rollouts = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert [(line["step"], line["id"], line["error"]) for line in rollouts] == [(1, "r0", None), (1, "r2", "boom")]
+
+
+def test_recorded_episodes_are_of_different_questions_and_a_file_gets_a_line_per_step(tmp_path):
+    out = io.StringIO()
+    log = RunLog(tmp_path, 3, rollouts_per_step=3, console=Console(file=out, width=20))
+    results = [GenerateResult(Rollout(f"r{i}", "x", i), group_id=i // 3) for i in range(6)]
+    log.step(1, {"reward": 0.5, "validation": 0.25}, results)
+    assert [row["id"] for row in read_rows(tmp_path / "rollouts.jsonl")] == ["r0", "r1", "r3"]
+    assert out.getvalue().splitlines()[0] == "step 1: validation 0.25  reward 0.5"
+    RunLog(tmp_path, 3, console=Console(file=out), progress=False).step(3, {"reward": 0.5})
+    assert "step 3" not in out.getvalue()
 
 
 def test_warnings_are_printed_and_kept(tmp_path):

@@ -246,6 +246,7 @@ COMMANDS: dict[str, Command] = {
             argument("--against", "checkpoint to compare with, question by question", metavar="CHECKPOINT"),
             repeated("--ablate", "also play without this actor, and with it alone; all for every actor", "ACTOR"),
             argument("--samples", "answers to each question, for pass@k (default: 1)", type=int, default=1),
+            argument("--show", "episodes to print as text (default: 0)", type=int, default=0, metavar="K"),
             argument("--temperature", "default: 0, or rollout.temperature for several samples", type=float),
             argument("--base-url", "play an agent (--task gateway:...) by this OpenAI server", metavar="URL"),
             argument("--model", "with --base-url: the model's name there", metavar="NAME"),

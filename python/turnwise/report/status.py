@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from turnwise.report.cluster import BEGINS, parts_of_step, read_events, read_members
 from turnwise.report.read import parse_config, read_config_text
-from turnwise.train.checkpoint.listing import list_checkpoints
+from turnwise.train.checkpoint.listing import EXPORTED, list_checkpoints
 from turnwise.train.log.lines import TIME, count_lines, newest_lines
 from turnwise.train.run_lock import lock_holder
-from turnwise.utils.files import damage_named
+from turnwise.utils.files import damage_named, read_json
 
 State = Literal["not started", "running", "killed", "stopped", "finished"]
 
@@ -72,6 +72,8 @@ class Status:
     parts: dict[str, float]
     checkpoint: int | None
     checkpoint_age: float | None
+    exported: int | None
+    """Step of the weights in ``policies/``, the oldest of several; ``None`` if there are none, or of unknown steps."""
     epoch: int | None
     versions: dict[str, tuple[int, int]]
     """Oldest and newest version that engines serve, by policy."""
@@ -121,6 +123,7 @@ def _read_status(folder: Path, now: float) -> Status:
         parts=parts,
         checkpoint=int(checkpoints[-1].name.rpartition("_")[2]) if checkpoints else None,
         checkpoint_age=_age(checkpoints[-1] / "manifest.json", now) if checkpoints else None,
+        exported=_exported(folder / "policies"),
         epoch=(members := read_members(folder)).get("epoch"),
         versions={
             name: (int(newest[start + name]), int(newest[f"cluster/version_max/{name}"]))
@@ -131,6 +134,14 @@ def _read_status(folder: Path, now: float) -> Status:
     )
     status.warnings = _warnings(status, folder)
     return status
+
+
+def _exported(folder: Path) -> int | None:
+    steps = []
+    for file in folder.glob(f"*/{EXPORTED}"):
+        with damage_named(file):
+            steps.append(int(read_json(file)["step"]))
+    return min(steps, default=None)
 
 
 def _age(file: Path, now: float) -> float | None:

@@ -49,7 +49,7 @@ from turnwise.train.health.start import check_start
 from turnwise.train.league.build import past_models
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import Trainer
-from turnwise.train.model.export import export_policies, export_shards
+from turnwise.train.model.export import export_policies, export_shards, mark
 from turnwise.train.model.loading import (
     attach_adapters,
     build_policies,
@@ -129,6 +129,7 @@ class Run:
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
+            mark(folder, policies, None)
             if self.config.learner.is_remote:
                 export_adapters(learner, self.tokenizers, folder, self.trainer.log)
             elif not learner.holds_all_weights:
@@ -139,6 +140,7 @@ class Run:
                 export_shards(policies, self.tokenizers, folder, learner.send, own_bases=changed)
             else:
                 export_policies(policies, self.tokenizers, folder, own_bases=changed)
+            mark(folder, policies, progress.step)
         return progress
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:
@@ -146,16 +148,16 @@ class Run:
         return run_in_program(self._evaluate(sampling, samples, []))[0]
 
     def ablate(
-        self, ablations: Sequence[Ablation], sampling: Sampling | None = None, *, samples: int = 1
+        self, ablations: Sequence[Ablation], sampling: Sampling | None = None, *, samples: int = 1, show: int = 0
     ) -> tuple[Evaluation, list[Addition]]:
         """Evaluate as :meth:`evaluate` does, and without each actor of ``ablations`` and with it alone."""
-        return run_in_program(self._evaluate(sampling, samples, ablations))
+        return run_in_program(self._evaluate(sampling, samples, ablations, show))
 
     async def _evaluate(
-        self, sampling: Sampling | None, samples: int, ablations: Sequence[Ablation]
+        self, sampling: Sampling | None, samples: int, ablations: Sequence[Ablation], show: int = 0
     ) -> tuple[Evaluation, list[Addition]]:
         await self.trainer.sync_weights()
-        team = await self.trainer.evaluate(self.held_out, sampling, samples=samples)
+        team = await self.trainer.evaluate(self.held_out, sampling, samples=samples, show=show)
         return team, await ablate(self.arena, self.held_out.requests, team, ablations, sampling)
 
     def close(self) -> None:

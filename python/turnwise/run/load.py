@@ -7,8 +7,8 @@ from pathlib import Path
 from turnwise.run.build import Run, build_run
 from turnwise.run.checks import task_of
 from turnwise.train.checkpoint.checkpoint import load_weights
-from turnwise.train.checkpoint.files import CheckpointError
-from turnwise.train.checkpoint.listing import list_checkpoints
+from turnwise.train.checkpoint.files import CheckpointError, hold
+from turnwise.train.checkpoint.listing import checkpoint_at, list_checkpoints
 from turnwise.train.checkpoint.progress import START, find_checkpoint
 from turnwise.train.config.cluster import ClusterConfig
 from turnwise.train.config.schema import TrainConfig
@@ -21,8 +21,9 @@ def load_run(config: TrainConfig, checkpoint: str | Path | None, log: RunLog | N
     """Return the run with the weights of ``checkpoint``, and its folder: ``None`` for the starting weights.
 
     ``checkpoint`` is ``"newest"``, ``"best"`` (of the validations so far), ``"start"``, the name of a checkpoint of the
-    run, or a folder. The default is the newest, else the starting weights, for which the warm start runs. Raises
-    :class:`CheckpointError` if there is no such checkpoint, or if its run played other episodes.
+    run, or a folder. The default is the newest, else the starting weights. Those are in the run's checkpoint of step 0
+    while it has one; afterwards the warm start runs again. Raises :class:`CheckpointError` if there is no such
+    checkpoint, or if its run played other episodes.
     """
     chosen = _chosen_checkpoint(config, checkpoint)
     if chosen is not None and chosen.parent == config.run_dir / "checkpoints":
@@ -59,4 +60,7 @@ def _chosen_checkpoint(config: TrainConfig, checkpoint: str | Path | None) -> Pa
     root = config.run_dir / "checkpoints"
     if checkpoint is None and list_checkpoints(root):
         checkpoint = "newest"
-    return None if checkpoint is None or checkpoint == START else find_checkpoint(root, checkpoint)
+    if checkpoint is None or checkpoint == START:
+        first = checkpoint_at(root, 0)
+        return first if first in list_checkpoints(root) and hold(first) else None
+    return find_checkpoint(root, checkpoint)

@@ -340,13 +340,13 @@ class Trainer:
             save_validation(self)
 
     async def evaluate(
-        self, eval_set: EvalSet | None = None, sampling: Sampling | None = None, *, samples: int = 1
+        self, eval_set: EvalSet | None = None, sampling: Sampling | None = None, *, samples: int = 1, show: int = 0
     ) -> Evaluation:
         """Evaluate without trees, filters or updates; by default with greedy decoding, on the validation questions."""
         eval_set = eval_set or self.validation
         if eval_set is None:
             raise ValueError("eval_set=None: this trainer has no validation questions; pass an EvalSet")
-        return await evaluate(self.arena, eval_set.requests, eval_set.metric, sampling, samples=samples)
+        return await evaluate(self.arena, eval_set.requests, eval_set.metric, sampling, samples=samples, show=show)
 
     def finished(self) -> bool:
         """Return True if the run has reached a limit or a signal asked it to stop."""

@@ -47,6 +47,8 @@ def status_lines(status: Status) -> list[str]:
         lines.append(f"checkpoint step {status.checkpoint}, {duration(status.checkpoint_age)} old")
     else:
         lines.append("checkpoint none")
+    if status.exported is not None:
+        lines.append(f"policies/  step {status.exported}")
     for policy, (oldest, newest) in status.versions.items():
         versions = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
         lines.append(f"served     {policy} {versions}")

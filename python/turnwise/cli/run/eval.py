@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
         ablate=[name for given in options.ablate for name in given.split(",")],
         samples=options.samples,
         temperature=options.temperature,
+        show=options.show,
     )
     say(json.dumps(to_json(measured), indent=1) if options.json else render(measured))
     return EXIT_OK
@@ -69,7 +70,9 @@ def measure_remotely(options: argparse.Namespace) -> MeasuredCheckpoint:
     if options.model is None:
         raise ValueError("--base-url: expected --model with the model's name there")
     gateway = RemoteGateway(options.base_url, options.model, key_variable=options.api_key_env)
-    evaluation = evaluate_remotely(task, gateway, questions=config.eval.num_prompts, samples=options.samples)
+    evaluation = evaluate_remotely(
+        task, gateway, questions=config.eval.num_prompts, samples=options.samples, show=options.show
+    )
     return MeasuredCheckpoint(f"{options.model} at {options.base_url}", evaluation)
 
 
@@ -99,6 +102,7 @@ def _evaluated(
     temperature: float | None,
     ablate: Sequence[str] = (),
     verbose: bool = False,
+    show: int = 0,
 ) -> MeasuredCheckpoint:
     """Evaluate one checkpoint, and what the actors named in ``ablate`` add."""
     if temperature is None:
@@ -116,7 +120,7 @@ def _evaluated(
     run, chosen = load_run(config.model_copy(update={"log": unserved}), checkpoint, None if verbose else quiet)
     with closing(run):
         sampling = run.arena.sampling.with_(temperature=temperature)
-        result, additions = run.ablate(ablations, sampling, samples=samples)
+        result, additions = run.ablate(ablations, sampling, samples=samples, show=show)
     name = "starting weights" if chosen is None else str(chosen)
     if verbose:
         run.trainer.log.note(f"{name}: {describe(result)}")
@@ -146,17 +150,18 @@ def measure(
     ablate: Sequence[str] = (),
     samples: int = 1,
     temperature: float | None = None,
+    show: int = 0,
 ) -> MeasuredCheckpoint:
     """Evaluate ``checkpoint``; also ``against``, or the team without each actor of ``ablate`` (``"all"``: of all).
 
-    All of them play the same questions with the same seeds.
+    All of them play the same questions with the same seeds. ``show`` episodes of each are kept as text.
     """
     if against is not None and ablate:
         raise ValueError(f"--against {against}, --ablate {','.join(ablate)}: expected one of them")
-    first = _evaluated(config, checkpoint, samples=samples, temperature=temperature, ablate=ablate)
+    first = _evaluated(config, checkpoint, samples=samples, temperature=temperature, ablate=ablate, show=show)
     if against is None:
         return first
-    second = _evaluated(config, against, samples=samples, temperature=temperature)
+    second = _evaluated(config, against, samples=samples, temperature=temperature, show=show)
     return replace(
         first,
         against=second.checkpoint,
@@ -188,7 +193,8 @@ def _lines(name: str, result: Evaluation) -> list[str]:
     lines += [f"  pass@{k}  {at.mean:.1%} ({_interval(at, percent=True)})" for k, at in result.pass_at.items()]
     width = max((len(metric) for metric in result.estimates), default=0)
     lines += [f"  {metric:<{width}}  {at.mean:.4g} ({_interval(at)})" for metric, at in result.estimates.items()]
-    return lines
+    lines += [f"  {count} invalid action{'s' * (count != 1)}: {reason}" for reason, count in result.invalid.items()]
+    return lines + result.shown
 
 
 def contribution_table(team: Evaluation, additions: Sequence[Addition]) -> list[str]:

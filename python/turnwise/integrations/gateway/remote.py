@@ -96,9 +96,17 @@ class RemoteGateway(Gateway):
 
 
 def evaluate_remotely(
-    task: GatewayTask, gateway: RemoteGateway, *, questions: int | None = None, samples: int = 1, parallel: int = 16
+    task: GatewayTask,
+    gateway: RemoteGateway,
+    *,
+    questions: int | None = None,
+    samples: int = 1,
+    parallel: int = 16,
+    show: int = 0,
 ) -> Evaluation:
     """Play the held-out questions of ``task`` with the models of ``gateway``, ``parallel`` episodes at a time.
+
+    The result has ``show`` episodes as text.
 
     Raises ``ValueError`` if no episode finishes.
     """
@@ -110,4 +118,5 @@ def evaluate_remotely(
         arena.add_episode(episode)
     asked: Any = task  # a protocol's attributes can't be class variables
     requests = held_out(asked, "eval", questions)
-    return run_in_program(evaluate(arena, requests, task.success_metric, samples=samples, concurrency=parallel))
+    played = evaluate(arena, requests, task.success_metric, samples=samples, concurrency=parallel, show=show)
+    return run_in_program(played)

@@ -19,6 +19,10 @@ LARGEST = 1 << 31
 """Most bytes of a manifest, which holds the artifacts of stores."""
 
 
+EXPORTED = "turnwise.json"
+"""File of an exported policy's folder with the step of its weights."""
+
+
 def checkpoint_at(root: Path, step: int) -> Path:
     """Return the path of the checkpoint of ``step`` under ``root``, which may not exist."""
     return root / f"{PREFIX}{step:08d}"

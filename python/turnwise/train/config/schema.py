@@ -210,11 +210,11 @@ class LogConfig(Section):
     wandb_mode: Literal["online", "offline"] | None = None
     """``offline`` keeps W&B's files in the run folder until ``wandb sync``; by default as ``WANDB_MODE`` says."""
     rollouts_per_step: int = Field(default=1, ge=0)
-    """Episodes of each step that go into ``rollouts.jsonl``."""
+    """Episodes of each step that go into ``rollouts.jsonl``, of different questions first."""
     record_for_replay: bool = True
     """Record in those episodes everything that ``turnwise replay`` needs."""
     progress: bool = True
-    """Show progress bars on a terminal."""
+    """Show progress bars on a terminal, and elsewhere a line per step."""
     prometheus: str | None = None
     """Serve the newest metrics to Prometheus on this address, such as ``127.0.0.1:9400``; a port alone is loopback."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
 from turnwise.samples.step_metrics import COUNTS, metric_value, with_zero_counts
+from turnwise.train.eval.show import invalid_reasons, texts_of
 from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Sampling
 
@@ -32,6 +33,8 @@ class Evaluation:
 
     ``unmeasured`` counts the finished episodes without the metric: they count as 0 beside others that have it. If none
     has it, ``gap`` says so, ``success`` and ``values`` are NaN, and there is no interval.
+
+    ``invalid`` counts invalid actions by their reason. ``shown`` has the first episodes as text, if asked for.
     """
 
     success: float
@@ -50,6 +53,8 @@ class Evaluation:
     by_task: dict[str, Estimate] = field(default_factory=dict)
     unmeasured: int = 0
     gap: str = ""
+    invalid: dict[str, int] = field(default_factory=dict)
+    shown: list[str] = field(default_factory=list, repr=False)
 
 
 def describe(result: Evaluation) -> str:
@@ -91,13 +96,14 @@ async def evaluate(
     *,
     samples: int = 1,
     concurrency: int | None = None,
+    show: int = 0,
 ) -> Evaluation:
     """Run ``requests`` without trees, filters or updates, and average ``metric`` (a name in ``rollout.metrics``).
 
     Each request runs ``samples`` times, at most ``concurrency`` at once. Seeds come from the requests, so two policies
     are compared with equal seeds. Episodes with the same ``group_id`` are not independent, so intervals are over
-    groups. A ``metric`` without an actor is the mean over the actors that have it. Raises ``ValueError`` without
-    requests, or if no episode finishes.
+    groups. A ``metric`` without an actor is the mean over the actors that have it. The result has ``show`` episodes
+    as text. Raises ``ValueError`` without requests, or if no episode finishes.
     """
     if not requests:
         raise ValueError("requests is empty: expected at least one question")
@@ -143,6 +149,8 @@ async def evaluate(
         by_task={} if gap else _by_task(results, values, clusters),
         unmeasured=unmeasured,
         gap=gap,
+        invalid=invalid_reasons(results),
+        shown=texts_of(results, values, show),
     )
 
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +20,7 @@ from turnwise.arena.recording.rollouts_jsonl import json_line, plain_result
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe, plain_evaluation
 from turnwise.train.log.lines import append_lines, keep_steps, newest_lines, read_rows
-from turnwise.train.log.progress_bars import ProgressBars, curve_line
+from turnwise.train.log.progress_bars import ProgressBars, curve_line, summary
 from turnwise.train.log.writers import JsonLines, MetricWriter, open_writers
 from turnwise.types import ByPolicy, GenerateResult, Tokenizer, Tokenizers
 from turnwise.utils import output
@@ -38,9 +40,10 @@ _LONGEST = 8
 class RunLog:
     """Passes metrics to ``writers``, writes episodes under ``folder``, and shows bars if ``console`` is a terminal.
 
-    It writes ``rollouts_per_step`` episodes of each step in full, with the recording that ``turnwise replay`` plays,
-    and flushes each line. Without ``writers`` metrics go to ``metrics.jsonl`` only. With a ``tokenizer``, that of all
-    policies or each policy's, it also writes each completion token as text.
+    It writes ``rollouts_per_step`` episodes of each step in full, of different questions as far as there are, with the
+    recording that ``turnwise replay`` plays, and flushes each line. Where no bars are shown, it prints a line per step.
+    Without ``writers`` metrics go to ``metrics.jsonl`` only. With a ``tokenizer``, that of all policies or each
+    policy's, it also writes each completion token as text.
     """
 
     def __init__(
@@ -121,11 +124,13 @@ class RunLog:
             ]
         )
         self.bars.step(step, metrics)
+        if self.progress and not self.bars.console.is_terminal and (line := summary(metrics)):
+            self.note(f"step {step}: {line}")
         if self.progress and "validation" in metrics:
             self.note(curve_line(step, metrics))
 
     def _record_episodes(self, step: int, results: Sequence[GenerateResult]) -> None:
-        chosen = [result for result in results if result.rollout.error is None][: self.rollouts_per_step]
+        chosen = _of_each_question([r for r in results if r.rollout.error is None])[: self.rollouts_per_step]
         failed = [result for result in results if result.rollout.error is not None][:_FAILED_PER_STEP]
         kept = {id(result) for result in chosen + failed}  # written in order, as sums in credit rules depend on it
         rows = [{"step": step, **plain_result(result)} for result in results if id(result) in kept]
@@ -188,6 +193,16 @@ class RunLog:
 
 
 def _nothing() -> None: ...
+
+
+def _of_each_question(results: Sequence[GenerateResult]) -> list[GenerateResult]:
+    """Sort ``results``: first one of each question, then a second of each, and so on."""
+    seen = Counter[str]()
+    rounds = []
+    for result in results:
+        rounds.append(seen[result.group_id])
+        seen[result.group_id] += 1
+    return [result for _, result in sorted(zip(rounds, results, strict=True), key=itemgetter(0))]
 
 
 def _call_all(calls: Sequence[Callable[[], None]], first: BaseException | None = None) -> None:
