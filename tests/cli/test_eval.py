@@ -12,10 +12,10 @@ from turnwise.cli import main as cli
 from turnwise.cli.run.eval import evaluate_from_config, measure, render
 from turnwise.report.status import read_status
 from turnwise.run import load
-from turnwise.train.eval.show import invalid_reasons, texts_of
-from turnwise.types import GenerateResult, Rollout, Step
 from turnwise.train.checkpoint.files import CheckpointError
+from turnwise.train.eval.show import invalid_reasons, texts_of
 from turnwise.train.run_lock import RunLock
+from turnwise.types import GenerateResult, Rollout, Step
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
 
