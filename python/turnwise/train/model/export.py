@@ -108,7 +108,7 @@ def export_policies(policies: Mapping[str, Policy], tokenizer: Tokenizers, run_d
 
 
 def mark(run_dir: Path, policies: Iterable[str], step: int | None) -> None:
-    """Write the ``step`` of each exported policy into its folder; ``None`` takes the mark away, as the export begins."""
+    """Write the ``step`` of each exported policy into its folder. ``None`` takes the mark away before an export."""
     for name in policies:
         folder = run_dir / "policies" / name
         if step is None:
