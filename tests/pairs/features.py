@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.credit import registry as rules
+from turnwise.tasks.tiny import CHAT_TEMPLATE
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.health.signals import SIGNALS
 from turnwise.train.league.league import MATCHMAKERS
@@ -27,11 +28,13 @@ Fragment = dict[str, Any]
 
 
 @cache
-def family() -> str:
-    """A folder with a small model of another tokenizer and chat template than the tiny ones."""
+def files() -> dict[str, str]:
+    """A folder with a small model of another tokenizer and chat template than the tiny ones, and another template."""
     folder = tempfile.TemporaryDirectory(prefix="family-")
     atexit.register(folder.cleanup)
-    return save_families(Path(folder.name))[1]
+    template = Path(folder.name, "template.jinja")
+    template.write_text("<|system|>Hi<|end|>" + CHAT_TEMPLATE)
+    return {"FAMILY": save_families(Path(folder.name))[1], "TEMPLATE": str(template)}
 
 
 SUMS = {"task": "pair_tasks:Sums", "task_options": {"max_tokens": 6}}
@@ -123,6 +126,7 @@ FEATURES: dict[str, dict[str, Fragment]] = {
         "frozen": {"policies.ice": {"path": "tiny", "trainable": False}, "actors.FIRST.policy": "ice"},
         "families": {"policies.other.path": "FAMILY", "actors.FIRST.policy": "other"},
     },
+    "template": {"own": {}, "file": {"policies.default.chat_template": "TEMPLATE"}},
     "teacher": {
         "none": {},
         "model": _teacher(coef=0.5),
@@ -376,7 +380,9 @@ def config_of(row: dict[str, str]) -> dict[str, Any]:
         "REWARD": REWARDS.get(chosen["task"], "right"),
         "FIRST_POLICY": first if one_each else "default",
         "LAST_POLICY": last if one_each else "default",
-    } | ({"FAMILY": family()} if chosen["policies"] == "families" else {})
+    }
+    if chosen["policies"] == "families" or chosen["template"] == "file":
+        words |= files()
     config: dict[str, Any] = {}
     for fragment in (BASE, *(FEATURES[name][value] for name, value in chosen.items())):
         for key, value in fragment.items():

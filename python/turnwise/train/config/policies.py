@@ -77,6 +77,8 @@ class PolicyConfig(Section):
 
     path: PathText = "tiny"
     """Folder or Hugging Face Hub name of the model; ``tiny`` builds a random model of about 1M parameters."""
+    chat_template: PathText | None = None
+    """Chat template in place of the tokenizer's: a file with Jinja, or ``chatml``, which shows tools."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type that computes. A whole bfloat16 model trains float32 weights beside it; float16 is for frozen ones."""
     trainable: bool = True

@@ -8,6 +8,7 @@ the policies.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from turnwise.chat.chosen_template import use_template
 from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.inference.common.model_files import (
@@ -51,46 +53,57 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bo
     Policies whose tokenizers have the same tokens, chat template and special tokens share one, which knows the ends of
     turns of all their models. One without a chat template takes that of another policy with the same tokens. Raises
     :class:`ConfigError` with a line for each path that can't be read, whose tokenizer has no chat template, or whose
-    model has fewer embeddings than the tokenizer has tokens. Raises ``ImportError`` for adapters if ``peft`` is
+    model has fewer embeddings than the tokenizer has tokens; or whose ``chat_template`` doesn't fit. Raises ``ImportError`` for adapters if ``peft`` is
     missing, unless a server ``adapts`` the models.
     """
     if adapts and any(settings.lora for settings in policies.values()):
         peft_or_raise()
-    paths = {f"policies.{name}.path": settings.path for name, settings in policies.items()}
-    paths |= {f"policies.{name}.reference": s.reference for name, s in policies.items() if s.reference is not None}
-    # Read every path once, and collect all problems.
+    keys = {f"policies.{name}": (settings.path, settings.chat_template) for name, settings in policies.items()}
+    read = {f"{key}.path": pair for key, pair in keys.items()}
+    read |= {
+        f"policies.{name}.reference": (s.reference, None) for name, s in policies.items() if s.reference is not None
+    }
+    # Read every path once with each template, and collect all problems.
     problems: list[str] = []
-    found: dict[str, Any] = {}
-    for key, path in paths.items():
-        if path in found:
+    found: dict[tuple[str, str | None], Any] = {}
+    for key, (path, template) in read.items():
+        if (path, template) in found:
             continue
-        if path == TINY:
-            found[path] = tiny()[0]
-            continue
-        found[path] = None
+        found[path, template] = None
+        rows, generation = math.inf, None
         try:
-            whole = read_config(path)
-            generation = _generation_config(path)
-            loaded = read_tokenizer(path)
-            rows = whole.get_text_config().vocab_size
-            for mended in check_savable(whole, generation, loaded):
-                warnings.warn(problem(key, mended, path), RuntimeWarning, stacklevel=2)
+            if path == TINY:
+                loaded = tiny()[0]
+            else:
+                whole = read_config(path)
+                generation = _generation_config(path)
+                loaded = read_tokenizer(path)
+                rows = whole.get_text_config().vocab_size
+                for mended in check_savable(whole, generation, loaded):
+                    warnings.warn(problem(key, mended, path), RuntimeWarning, stacklevel=2)
         except (OSError, ValueError) as error:
             folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
             problems.append(problem(key, folder or str(error).strip().splitlines()[0], path))
             continue
+        if template is not None:
+            try:
+                use_template(loaded, template)
+            except (OSError, ValueError) as error:
+                problems.append(problem(f"{key.rpartition('.')[0]}.chat_template", str(error), template))
+                continue
         others = (one for one in found.values() if one is not None)
-        found[path] = next((one for one in others if _writes_alike(one, loaded)), loaded)
-        keep_ends(found[path], generation)
+        found[path, template] = next((one for one in others if _writes_alike(one, loaded)), loaded)
+        if path != TINY:
+            keep_ends(found[path, template], generation)
         if rows < len(loaded):
             problems.append(problem(key, f"the model embeds {rows} tokens, its tokenizer has {len(loaded)}", path))
-    for path, name in {settings.path: name for name, settings in reversed(list(policies.items()))}.items():
-        if found[path] is not None and found[path].chat_template is None:
-            why = "its tokenizer has no chat template; use an instruction-tuned model"
-            problems.append(problem(f"policies.{name}.path", why, path))
+    for pair, key in {pair: key for key, pair in reversed(keys.items())}.items():
+        if found[pair] is not None and found[pair].chat_template is None:
+            why = "its tokenizer has no chat template; use an instruction-tuned model, or set chat_template beside it"
+            problems.append(problem(f"{key}.path", why, pair[0]))
     if problems:
         raise ConfigError("\n".join(problems))
-    return ByPolicy({name: found[settings.path] for name, settings in policies.items()}, "tokenizer")
+    return ByPolicy({name: found[keys[f"policies.{name}"]] for name in policies}, "tokenizer")
 
 
 def _writes_alike(one: Any, other: Any) -> bool:
