@@ -1,4 +1,4 @@
-"""A chat template that a config names: the shipped one shows tools and lets chats go on; what doesn't fit is refused."""
+"""A chat template that a config names: the shipped one shows tools, chats go on; what doesn't fit is refused."""
 
 from __future__ import annotations
 

@@ -60,9 +60,8 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bo
         peft_or_raise()
     keys = {f"policies.{name}": (settings.path, settings.chat_template) for name, settings in policies.items()}
     read = {f"{key}.path": pair for key, pair in keys.items()}
-    read |= {
-        f"policies.{name}.reference": (s.reference, None) for name, s in policies.items() if s.reference is not None
-    }
+    references = {f"policies.{name}.reference": settings.reference for name, settings in policies.items()}
+    read |= {key: (path, None) for key, path in references.items() if path is not None}
     # Read every path once with each template, and collect all problems.
     problems: list[str] = []
     found: dict[tuple[str, str | None], Any] = {}
