@@ -18,7 +18,7 @@ from turnwise.train.validate import config_from_dict
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -43,6 +44,25 @@ def test_version_extras_and_typing_files() -> None:
     assert [name for name in EXTRAS if f"`{name}`" not in text] == []
     package = Path(turnwise.__file__).parent
     assert [name for name in ("py.typed", "_C.pyi") if not (package / name).exists()] == []
+
+
+def test_forms_and_workflows_name_what_exists() -> None:
+    """Files for GitHub parse, and agree with Makefile and pyproject.toml; actions have whole versions."""
+    files = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github").rglob("*.yml")}
+    jobs = [job for content in files.values() for job in content.get("jobs", {}).values()]
+    steps = [step for job in jobs for step in job["steps"]]
+    made = {name for step in steps for name in re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert {"test", "lint", "docs", "wheel-check"} <= made <= targets
+    assert [step["uses"] for step in steps if "uses" in step and not re.search(r"@v\d+\.\d+\.\d+$", step["uses"])] == []
+    (bug,) = [content for path, content in files.items() if path.name == "bug.yml"]
+    assert "`turnwise doctor`" in [field["attributes"]["label"] for field in bug["body"][1:]][2]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], citation["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])
+    matrices = [job["strategy"]["matrix"] for job in jobs if "strategy" in job]
+    pythons = [python for matrix in matrices for python in matrix.get("python", ())]
+    known = {line.removeprefix("Programming Language :: Python :: ") for line in PROJECT["project"]["classifiers"]}
+    assert pythons and set(pythons) <= known
 
 
 def test_tests_run_against_what_is_installed() -> None:

@@ -197,7 +197,7 @@ def test_report(check: Any, tmp_path: Path) -> None:
 
 
 def test_the_guide_fetches_what_is_needed(check: Any) -> None:
-    guide = (check.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    guide = (check.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     (line,) = [line for line in guide.splitlines() if "pip download" in line]
     assert line.endswith(" -d wheels " + " ".join(check.WHEELS))
     for wrong in (["--stages", "party"], ["--wheels", "/nowhere"], ["all"]):
