@@ -300,8 +300,8 @@ class ChatFormat(ChatEncoder):
             raise ChatError(
                 "tools",
                 "the model's chat template renders no tools whose calls can be read: expected one that writes calls as "
-                '<tool_call>{"name": ..., "arguments": ...}</tool_call>, such as policies.NAME.chat_template = "chatml", '
-                "or renderer set to the model's family",
+                '<tool_call>{"name": ..., "arguments": ...}</tool_call>, as policies.NAME.chat_template = "chatml" '
+                "does, or renderer set to the model's family",
             )
 
     @cached_property

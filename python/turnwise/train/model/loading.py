@@ -53,8 +53,8 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bo
     Policies whose tokenizers have the same tokens, chat template and special tokens share one, which knows the ends of
     turns of all their models. One without a chat template takes that of another policy with the same tokens. Raises
     :class:`ConfigError` with a line for each path that can't be read, whose tokenizer has no chat template, or whose
-    model has fewer embeddings than the tokenizer has tokens; or whose ``chat_template`` doesn't fit. Raises ``ImportError`` for adapters if ``peft`` is
-    missing, unless a server ``adapts`` the models.
+    model has fewer embeddings than the tokenizer has tokens, and for each ``chat_template`` that doesn't fit. Raises
+    ``ImportError`` for adapters if ``peft`` is missing, unless a server ``adapts`` the models.
     """
     if adapts and any(settings.lora for settings in policies.values()):
         peft_or_raise()
