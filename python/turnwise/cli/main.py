@@ -201,9 +201,10 @@ JSON = flag("--json", "print JSON, for scripts")
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(
-        "run.demo:run",
+        "look.explained:demo",
         "Train a team of two agents to solve 4x4 sudoku on this machine.",
         (
+            flag("--explain", "show one recorded episode and its credit by three rules, in seconds; nothing trains"),
             flag("--compare", "also train a single agent on as many tokens; takes longer"),
             argument("--seed", "seed of puzzles, weights and sampling (default: 0)", type=int, default=0),
             argument("--out", "folder of the run (default: runs/demo)", type=path, default=Path("runs/demo")),
