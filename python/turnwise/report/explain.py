@@ -7,6 +7,7 @@ its config, and three attempts at one puzzle.
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -20,8 +21,8 @@ EPISODE = "e4"
 RULES = {
     "grpo": (
         "GRPO",
-        "compares whole attempts. This one earned more than the two others, so all of its calls are reinforced alike, the "
-        "proposer's wrong first grid as much as the two beside it that solve the puzzle.",
+        "compares whole attempts. This one earned more than the two others, so all of its calls are reinforced alike, "
+        "the proposer's wrong first grid as much as the two beside it that solve the puzzle.",
     ),
     "dr_mas": (
         "Dr. MAS",
@@ -37,8 +38,8 @@ RULES = {
 """The rules, each with its name and what it does to the episode."""
 
 ABOUT = (
-    "4x4 sudoku: a proposer fills in the grid, a reviser may repair it, for two rounds. From each state an agent writes "
-    "three answers, and the team plays on from the one marked →. A solved grid earns 2, another one the share of its "
+    "4x4 sudoku: a proposer fills in the grid, a reviser may repair it, for two rounds. From each state an agent "
+    "writes three answers, and the team plays on from the one marked →. A solved grid earns 2, another one the share of its "
     "rows, columns and boxes that hold. This is one of three attempts that a model made soon after its start."
 )
 
@@ -87,8 +88,6 @@ def _groups(calls: list[ExplainedCall]) -> Iterator[tuple[str, list[ExplainedCal
 
 def explain_as_text(width: int = 100) -> str:
     """Show the episode as a table of text with lines of at most ``width`` characters, and a sentence on each rule."""
-    import textwrap
-
     puzzle, calls = explained_calls()
     names = [name for name, _ in RULES.values()]
     lines = [
