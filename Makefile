@@ -43,7 +43,7 @@ WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 # tests, so their algorithms go in beside the others without their dependencies.
 BUILDERS := scikit-build-core pybind11 cmake ninja
 TOOLS    := ruff mypy clang-format build
-PEERS    := trl ray tensordict omegaconf codetiming orjson jaxtyping loguru skyrl-gym copium immutables pyrsistent prefix-grouper verifiers
+PEERS    := trl ray tensordict omegaconf codetiming orjson jaxtyping loguru skyrl-gym copium immutables pyrsistent prefix-grouper verifiers nbclient ipykernel
 PEERS_ALONE := verl skyrl torchdata
 PEER_EXTRAS := gymnasium pettingzoo textarena openspiel reasoning_gym openenv
 SKYRL    := skyrl[tinker,jax] tinker

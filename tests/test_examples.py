@@ -200,6 +200,23 @@ def write_gguf(path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.slow
+@pytest.mark.needs("nbclient", "ipykernel", "matplotlib")
+def test_the_notebook_runs_and_its_team_learns(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without outputs"
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert [output for output in outputs if "image/png" in output.get("data", {})]
+    shown = "".join(output.get("text", "") for output in outputs)
+    assert shown.count("→") == 4 and "step 20\n  writer\n" in shown
+    curve = [row["validation"] for row in rows_of(tmp_path / "runs/quickstart") if "validation" in row]
+    assert len(curve) == 11 and curve[0] < 0.1 and curve[-1] > 0.4
+
+
 @pytest.mark.needs("gguf", "accelerate")
 def test_a_gguf_file_becomes_a_model_that_trains(tmp_path: Path) -> None:
     """The folder has the file's weights in float32, its chat template, and the end of a message as end of text."""

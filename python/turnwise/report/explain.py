@@ -39,8 +39,8 @@ RULES = {
 
 ABOUT = (
     "4x4 sudoku: a proposer fills in the grid, a reviser may repair it, for two rounds. From each state an agent "
-    "writes three answers, and the team plays on from the one marked →. A solved grid earns 2, another one the share of its "
-    "rows, columns and boxes that hold. This is one of three attempts that a model made soon after its start."
+    "writes three answers, and the team plays on from the one marked →. A solved grid earns 2, another one the share "
+    "of its rows, columns and boxes that hold. This is one of three attempts that a model made soon after its start."
 )
 
 

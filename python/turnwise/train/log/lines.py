@@ -47,13 +47,13 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
             stream.write(_line_of(row))
 
 
-def read_metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def read_metrics(folder: str | Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Return the rows of ``metrics.jsonl``, or of file ``name``, without an unfinished last line.
 
     Raises ``ValueError`` naming a bad line. The rows of a long run take much memory: :func:`read_rows` yields one after
     another.
     """
-    return list(read_rows(folder / name))
+    return list(read_rows(Path(folder) / name))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
