@@ -7,6 +7,7 @@ import turnwise as tw
 from turnwise.inference import TransformersClient
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import build_policies
+from turnwise.train.log.lines import read_metrics
 from turnwise.types import Sampling
 
 
@@ -26,14 +27,13 @@ def main(steps=30, run_dir="runs/vowels"):
     config = tw.TrainConfig(run_dir=run_dir, steps=steps, policies={"default": {}}, update={"lr": 3e-3})
     tokenizer = build_tokenizer(["abcdefghijklmnopqrstuvwxyz"])
     models = {"default": build_model(tokenizer, seed=0)}
-    credit = tw.GRPOCredit()
-    arena = tw.Arena(TransformersClient(models, tokenizer), tokenizer, credit, sampling=Sampling(max_tokens=8))
+    arena = tw.Arena(TransformersClient(models, tokenizer), tokenizer, tw.GRPOCredit(), sampling=Sampling(max_tokens=8))
     arena.add_actor(tw.Actor("writer"))
     arena.add_episode(Vowels())
     arena.source = lambda: [tw.EpisodeRequest("vowels", word) for word in ("sing", "hum") for _ in range(16)]
     trainer = tw.Trainer(arena, build_policies(config, models), config)
     asyncio.run(trainer.run())
-    return sum(result.rewards["writer"] for result in arena.last_results) / len(arena.last_results)
+    return read_metrics(run_dir)[-1]["metric/vowels/writer"]  # also if the run had ended before
 
 
 if __name__ == "__main__":

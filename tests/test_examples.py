@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,13 +69,22 @@ def test_drop_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_vowels(tmp_path: Path) -> None:
-    """A game of one's own, in no more than 40 lines, is learned."""
+def test_recipes_reach_what_their_rows_say(tmp_path: Path) -> None:
+    """A game of one's own, in no more than 40 lines, also if it had ended before; and the team to start from."""
+    table = [line for line in (EXAMPLES / "README.md").read_text(encoding="utf-8").splitlines() if "|" in line]
+    rows = {line.split("|")[1].strip(): line for line in table}
     lines = (EXAMPLES / "vowels.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 40
-    printed = run_example(tmp_path, "vowels.py", "12")
-    # The untrained model writes 6%.
-    assert int(printed.rpartition(":")[2].strip(" %\n")) >= 25
+    expected = re.search(r"last batch: (\d+)% vowels", rows["`python examples/vowels.py`"])
+    for _ in range(2):
+        assert run_example(tmp_path, "vowels.py").splitlines()[-1] == f"vowels in the last batch: {expected[1]}%"
+    shutil.copytree(EXAMPLES / "start", tmp_path / "start")
+    row = rows["`turnwise train run.toml` in `examples/start`"]
+    low, high = (float(share) / 100 for share in re.search(r"\((.*)% to (.*)%\)", row).groups())
+    command = [sys.executable, "-m", "turnwise", "train", "run.toml"]
+    subprocess.run(command, cwd=tmp_path / "start", env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    reached = json.loads((tmp_path / "start/runs/my_team/held_out.json").read_text())["success"]
+    assert low <= reached <= high
 
 
 @pytest.mark.slow

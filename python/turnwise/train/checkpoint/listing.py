@@ -19,7 +19,7 @@ LARGEST = 1 << 31
 """Most bytes of a manifest, which holds the artifacts of stores."""
 
 
-EXPORTED = "turnwise.json"
+EXPORTED = "export.json"
 """File of an exported policy's folder with the step of its weights."""
 
 

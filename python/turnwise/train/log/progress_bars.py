@@ -77,9 +77,13 @@ class ProgressBars:
         self.console.print(Text(printable(text)), soft_wrap=True)
 
 
-def summary(metrics: Mapping[str, float]) -> str:
-    """Return a line such as ``success 0.5  reward 1.25  tok/s 812``, of the metrics that are present."""
-    return "  ".join(f"{label} {metrics[name]:.3g}" for name, label in SHOWN.items() if name in metrics)
+def summary(metrics: Mapping[str, float], *, by_actor: bool = False) -> str:
+    """Return a line such as ``success 0.5  reward 1.25  tok/s 812``, of the metrics that are present.
+
+    It begins with the mean reward ``by_actor``, if asked for.
+    """
+    shown = {name: name for name in metrics if by_actor and name.startswith("reward/")} | SHOWN
+    return "  ".join(f"{label} {metrics[name]:.3g}" for name, label in shown.items() if name in metrics)
 
 
 def curve_line(step: int, metrics: Mapping[str, float], width: int = 30) -> str:

@@ -124,7 +124,7 @@ class RunLog:
             ]
         )
         self.bars.step(step, metrics)
-        if self.progress and not self.bars.console.is_terminal and (line := summary(metrics)):
+        if self.progress and not self.bars.console.is_terminal and (line := summary(metrics, by_actor=True)):
             self.note(f"step {step}: {line}")
         if self.progress and "validation" in metrics:
             self.note(curve_line(step, metrics))
