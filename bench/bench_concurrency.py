@@ -244,7 +244,7 @@ def model_rows(options: Namespace) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # vLLM
 # ---------------------------------------------------------------------------------------------------------------------
-PLAYERS, ROUNDS, PROMPT, ANSWER = 384, 2, 48, 64
+PLAYERS, ROUNDS, PROMPT, ANSWER = 256, 2, 48, 64
 CACHE_GB = 0.0125
 """Keys and values of about 6,500 tokens: 2 kB a token in float32."""
 
@@ -299,7 +299,7 @@ async def vllm_rows() -> list[dict[str, Any]]:
     client = VLLMClient(Qwen3ForCausalLM(config).eval(), ByteTokenizer(), **options)
     rows = []
     try:
-        for seed, limit in enumerate((32, 1024, "auto", "auto", 1024, 32)):
+        for seed, limit in enumerate(("auto", 32, 1024, "auto")):
             row = {"max_concurrency": str(limit), **await play_with_vllm(client, limit, seed)}
             print(row, flush=True)
             rows.append(row)
