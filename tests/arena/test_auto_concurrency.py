@@ -21,6 +21,8 @@ from turnwise.train.config.sampling import RolloutConfig
 from turnwise.train.config.schema import TrainConfig
 from turnwise.types import EngineReport
 from turnwise.types.play import MAX_CONCURRENCY
+from turnwise.workers.listen import play
+from turnwise.workers.messages import Job
 
 from ..inference.fake_server import Say, faking
 
@@ -225,3 +227,10 @@ def test_another_word_is_refused_and_a_dry_run_says_what_auto_does(tmp_path):
             {"run_dir": str(tmp_path / "run"), "task": "kuhn_poker", "rollout": rollout}
         )
         assert f"# rollout.max_concurrency = 'auto': {said}" in dry_run(config)
+
+
+async def test_a_job_of_the_loop_sets_a_workers_part_of_the_bound():
+    arena = Arena(ScriptedClient([]), max_concurrency="auto")
+    job = Job([], [], None, False, None, arena.sampling, started=0, batches=0, episodes=8, calls=256)
+    await play(arena, job, {}, lambda actors: {})
+    assert (arena.budget.bound, arena.budget.limit) == (256, 32)
