@@ -77,6 +77,8 @@ class ModelledEngine:
     used: int = 0
     kept: int = 0
     preemptions: int = 0
+    prompts: int = 0
+    hits: int = 0
     computed: int = 0
     sampled: int = 0
     peak: int = 0
@@ -87,7 +89,8 @@ class ModelledEngine:
 
     async def load(self) -> dict[str, EngineReport | None]:
         use = self.used / CACHE
-        return {"engine": EngineReport(len(self.running), len(self.waiting), use, self.preemptions)}
+        report = EngineReport(len(self.running), len(self.waiting), use, self.preemptions, self.prompts, self.hits)
+        return {"engine": report}
 
     async def answer(self, key: int, prompt: int, tokens: int) -> None:
         done = asyncio.get_running_loop().create_future()
@@ -111,6 +114,7 @@ class ModelledEngine:
             self.waiting.popleft()
             first.held = min(self.prefixes.pop(first.key, 0), first.length - 1)
             self.kept = sum(self.prefixes.values()) if first.held else self.kept
+            self.prompts, self.hits = self.prompts + first.length, self.hits + first.held
             self.take(first.length)
             self.running.append(first)
         self.peak = max(self.peak, len(self.running))

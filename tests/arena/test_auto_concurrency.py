@@ -38,6 +38,10 @@ vllm:num_requests_waiting_by_reason{{engine="0",model_name="tiny {{x}} 7",reason
 vllm:kv_cache_usage_perc{{engine="0",model_name="tiny {{x}} 7"}} {use}
 # TYPE vllm:num_preemptions_total counter
 vllm:num_preemptions_total{{engine="0",model_name="tiny {{x}} 7"}} {preemptions}.0
+# TYPE vllm:prefix_cache_queries_total counter
+vllm:prefix_cache_queries_total{{engine="0",model_name="tiny {{x}} 7"}} 400.0
+# TYPE vllm:prefix_cache_hits_total counter
+vllm:prefix_cache_hits_total{{engine="0",model_name="tiny {{x}} 7"}} 96.0
 # TYPE vllm:num_preemptions_created gauge
 vllm:num_preemptions_created{{engine="0",model_name="tiny {{x}} 7"}} 1.76449e+09
 """
@@ -49,9 +53,9 @@ def text(running=0, waiting=0, use=0.0, preemptions=0):
 
 
 def test_the_metrics_of_vllm_are_summed_over_engines_and_the_fullest_cache_counts():
-    assert read_report(text(96, 12, 0.83, 4)) == EngineReport(96, 12, 0.83, 4)
+    assert read_report(text(96, 12, 0.83, 4)) == EngineReport(96, 12, 0.83, 4, 400, 96)
     both = text(96, 12, 0.83, 4) + text(4, 3, 0.5, 1).replace('engine="0"', 'engine="1"')
-    assert read_report(both) == EngineReport(100, 15, 0.83, 5)
+    assert read_report(both) == EngineReport(100, 15, 0.83, 5, 800, 192)
     assert read_report(text().replace("kv_cache_usage_perc", "gpu_cache_usage_perc")) is None
     assert read_report(text(use="nan")) is None and read_report(text(use="?")) is None
 
@@ -146,6 +150,30 @@ def test_a_queue_that_stays_is_left_here_and_new_weights_cut_nothing():
     assert look(budget, preemptions=0) == 90  # a restarted engine
 
 
+def test_prefixes_that_stay_lost_cut_the_limit_while_running_calls_fill_the_cache():
+    budget = FollowingSemaphore(ScriptedClient([]))
+    budget.load_state_dict({"limit": 100.0, "ramps": False})
+    prompts, hits = 0, 0
+
+    def round_of_calls(held, use=0.7, ended=None):
+        nonlocal prompts, hits
+        prompts, hits = prompts + 1000, hits + 1000 * held
+        budget.in_use, budget._ended = 0, budget.limit if ended is None else ended
+        budget.in_use = budget.limit
+        return look(budget, running=50, waiting=2, kv_cache_use=use, prompt_tokens=prompts, cached_tokens=round(hits))
+
+    assert round_of_calls(0.0) == round_of_calls(0.8, use=0.81) - 4 == 116
+    limit = budget.limit
+    assert round_of_calls(0.2, ended=3) >= limit, "the round is not over"
+    limit = budget.limit
+    assert round_of_calls(0.2) > limit, "new weights empty the cache for one round"
+    limit = budget.limit
+    assert round_of_calls(0.2, use=0.49) > limit, "running calls leave half of the cache"
+    limit = budget.limit
+    assert round_of_calls(0.2) == int(0.75 * limit)
+    assert round_of_calls(0.72) > int(0.75 * limit), "nearly as good as the best"
+
+
 def test_a_lower_bound_for_a_while_leaves_what_was_learned():
     budget = FollowingSemaphore(ScriptedClient([]))
     budget.load_state_dict({"limit": 300.0, "ramps": False})
@@ -164,8 +192,8 @@ async def test_a_server_with_vllms_metrics_is_followed_over_http_and_one_without
         try:
             reports = await both.load()
             assert reports == {
-                one.url: EngineReport(3, 1, 0.5, 2),
-                two.url: EngineReport(5, 0, 0.0, 0),
+                one.url: EngineReport(3, 1, 0.5, 2, 400, 96),
+                two.url: EngineReport(5, 0, 0.0, 0, 400, 96),
                 "ScriptedClient": None,
             }
             budget = FollowingSemaphore(both)

@@ -113,6 +113,10 @@ class EngineReport:
     """Share of its memory for keys and values that requests hold, 0 to 1."""
     preemptions: int
     """Requests that lost their keys and values and recompute them, since the engine's start."""
+    prompt_tokens: int = 0
+    """Tokens of all prompts since the engine's start, also of recomputed ones."""
+    cached_tokens: int = 0
+    """Those among them whose keys and values were in the prefix cache."""
 
 
 @runtime_checkable

@@ -27,8 +27,15 @@ STEP = 64
 ROOM, CAUTION = 0.8, 0.25
 """Above this share of an engine's cache the limit grows at this part of its pace, as running calls still fill it."""
 
+LOST, FADE = 0.1, 0.99
+"""The part of all prompt tokens that prefix caches may hold less than at their best. The best fades by this factor in
+each round of calls, as the work changes."""
+
+CRAMPED = 0.5
+"""Share of an engine's cache above which lost prefixes cut the limit. Below it, running calls are not the cause."""
+
 CUT = 0.75
-"""Factor of a cut after preemptions."""
+"""Factor of a cut after preemptions or lost prefixes."""
 
 QUEUE = 8
 """An engine may have one waiting request for this many running ones, so that it never idles."""
@@ -46,6 +53,8 @@ class FollowingSemaphore(PrioritySemaphore):
 
     - Preemptions cut the limit to 3/4 of the running calls. Each one costs the computation of a prompt. No further cut
       follows until enough calls have ended for the first to take effect.
+    - So do prefix caches that hold a tenth less of the prompts than at their best, for two rounds of calls: between two
+      turns of an episode its keys and values stay only while running calls leave room.
     - A queue of the engines that stays longer than 1/8 of what runs lowers the limit to leave that: calls wait here,
       where earlier episodes go first.
     - Else each call that ends while others wait here raises the limit, up to the first cut by one, later by
@@ -63,6 +72,9 @@ class FollowingSemaphore(PrioritySemaphore):
         self._ramps = True  # no cut yet
         self._ended = self._queued = 0
         self._preemptions: dict[str, int] = {}
+        self._round = 0  # calls that ended since the prefix cache was judged
+        self._prompts: dict[str, tuple[int, int]] = {}  # prompt tokens and cached ones at that time
+        self._best, self._lost = 0.0, 0  # the largest share of cached ones, and rounds with less
         self._follower: asyncio.Task[None] | None = None
         self.fixed = False
         """True if the client makes no reports."""
@@ -140,16 +152,17 @@ class FollowingSemaphore(PrioritySemaphore):
         waiting = sum(report.waiting for report in known.values())
         allowed = max(1, running // QUEUE)
         cramped = [self._is_cramped(name, report) for name, report in known.items()]
-        roomy = max(report.kv_cache_use for report in known.values()) < ROOM
+        use = max(report.kv_cache_use for report in known.values())
         self._queued = self._queued + 1 if waiting > allowed else 0
+        forgets = self._forgets(known, ended) and use > CRAMPED
         if self.in_use > self.limit:  # the last cut has not taken effect yet
             return
-        if any(cramped):
+        if any(cramped) or forgets:
             self._cut(CUT * self.in_use)
         elif self._queued >= PATIENCE:
             self._cut(self.in_use * (running + allowed) / (running + waiting))
         elif waiting <= allowed and self.limit < (bound := self.bound):
-            pace = 1.0 if self._ramps and roomy else (1.0 if roomy else CAUTION) * bound / STEP / self._exact
+            pace = 1.0 if self._ramps and use < ROOM else (CAUTION if use >= ROOM else 1.0) * bound / STEP / self._exact
             self._set(min(bound, self._exact + pace * ended))
         else:
             self._apply()  # engines may have left
@@ -162,6 +175,23 @@ class FollowingSemaphore(PrioritySemaphore):
         new = report.preemptions - self._preemptions.get(name, report.preemptions)
         self._preemptions[name] = report.preemptions
         return 0 < new < max(2, report.running / 2)
+
+    def _forgets(self, known: Mapping[str, EngineReport], ended: int) -> bool:
+        """Return True if the prefix caches held fewer of the prompts than before, in two rounds of calls in a row.
+
+        New weights empty the caches, which lasts for one.
+        """
+        self._round += ended
+        if self._round < self.limit:
+            return False
+        before, self._round = self._prompts, 0
+        self._prompts = {name: (report.prompt_tokens, report.cached_tokens) for name, report in known.items()}
+        pairs = [(now, before.get(name, now)) for name, now in self._prompts.items()]
+        prompts, cached = (sum(max(0, now[i] - then[i]) for now, then in pairs) for i in range(2))
+        held = cached / prompts if prompts else 0.0
+        self._best = max(held, FADE * self._best)
+        self._lost = self._lost + 1 if held < self._best - LOST else 0
+        return self._lost >= 2
 
     def _cut(self, limit: float) -> None:
         self.counts["cuts"] += 1
