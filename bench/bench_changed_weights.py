@@ -58,19 +58,31 @@ def shares(new: Tensor, old: Tensor, value: torch.dtype) -> dict[str, float]:
     }
 
 
-def train(rate: float, dtype: torch.dtype, steps: int) -> tuple[list[dict[str, Any]], Tensor, Tensor]:
-    """Return a row for each step, and the last two sets of bytes in bfloat16."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def loaded(dtype: torch.dtype, quick: bool) -> tuple[Any, Tensor]:
+    """Return the model and the tokens of a text; with ``quick`` a small random one, and random tokens."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype)
+    if quick:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+        config = AutoConfig.for_model("llama", vocab_size=500, num_key_value_heads=1, **sizes)
+        return AutoModelForCausalLM.from_config(config).to(dtype), torch.randint(500, (1000,))
     text = (Path(__file__).parent.parent / "docs" / "concepts.md").read_text(encoding="utf-8")
     ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(text).input_ids)
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype), ids
+
+
+def train(rate: float, dtype: torch.dtype, steps: int, quick: bool) -> tuple[list[dict[str, Any]], Tensor, Tensor]:
+    """Return a row for each step, and the last two sets of bytes in bfloat16."""
+    torch.manual_seed(0)
+    model, ids = loaded(dtype, quick)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     kinds = {"pure bfloat16": (torch.bfloat16, torch.int16)}
     if dtype == torch.float32:
-        kinds = {"float32": (torch.float32, torch.int32), "bfloat16 copy": (torch.bfloat16, torch.int16)}
+        kinds = {
+            "turnwise, float32": (torch.float32, torch.int32),
+            "turnwise, bfloat16 copy": (torch.bfloat16, torch.int16),
+        }
     before = {kind: joined(parameters, sent) for kind, (sent, _) in kinds.items()}
     rows, pair = [], (torch.empty(0), torch.empty(0))
     for step in range(1, steps + 1):
@@ -84,8 +96,8 @@ def train(rate: float, dtype: torch.dtype, steps: int) -> tuple[list[dict[str, A
         optimizer.step()
         for kind, (sent, value) in kinds.items():
             now = joined(parameters, sent)
-            rows.append({"weights": kind, "rate": f"{rate:g}", "step": step, **shares(now, before[kind], value)})
-            pair = (now, before[kind]) if kind != "float32" else pair
+            rows.append({"method": kind, "rate": f"{rate:g}", "step": step, **shares(now, before[kind], value)})
+            pair = (now, before[kind]) if not kind.endswith("float32") else pair
             before[kind] = now
     return rows, *pair
 
@@ -94,9 +106,9 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join the steps of each kind and rate: the first, whose updates are all as large as the rate, and the others."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault((row["weights"], row["rate"], "1" if row["step"] == 1 else "later"), []).append(row)
+        found.setdefault((row["method"], row["rate"], "1" if row["step"] == 1 else "later"), []).append(row)
     return [
-        {"weights": kind, "rate": rate, "steps": steps}
+        {"method": kind, "rate": rate, "steps": steps}
         | {name: f"{statistics.mean(row[name] for row in group):.3%}" for name in ("changed", *BLOCKS)}
         for (kind, rate, steps), group in found.items()
     ]
@@ -128,14 +140,14 @@ def costs(new: Tensor, old: Tensor, rounds: int) -> list[dict[str, Any]]:
         "patch of values, receiver": timed(lambda: receiver.index_put_((at,), patch), rounds),
     }
     rows = [
-        {"what": name, "MB": new.nbytes / 1e6, "ms": seconds * 1e3, "× copy": seconds / times["copy of all"]}
+        {"method": name, "MB": new.nbytes / 1e6, "ms": seconds * 1e3, "× copy": seconds / times["copy of all"]}
         for name, seconds in times.items()
     ]
     extra = times["patch of values, sender"] + times["patch of values, receiver"]
     for gbit in NETWORKS:
         whole, part = new.nbytes * 8 / gbit / 1e9, bytes_of_patch * 8 / gbit / 1e9 + extra
-        rows.append({"what": f"all at {gbit} Gbit/s, by the formula", "MB": new.nbytes / 1e6, "ms": whole * 1e3})
-        rows.append({"what": f"patch of values at {gbit} Gbit/s", "MB": bytes_of_patch / 1e6, "ms": part * 1e3})
+        rows.append({"method": f"all at {gbit} Gbit/s, by the formula", "MB": new.nbytes / 1e6, "ms": whole * 1e3})
+        rows.append({"method": f"patch of values at {gbit} Gbit/s", "MB": bytes_of_patch / 1e6, "ms": part * 1e3})
     return rows
 
 
@@ -143,13 +155,13 @@ def main() -> None:
     options = arguments(__doc__, {"steps": 5})
     if options.quick:
         options.steps, options.rounds = 2, 2
-    if not MODEL.exists():
+    elif not MODEL.exists():
         raise SystemExit(f"without {MODEL}: make model")
     rows: list[dict[str, Any]] = []
     pair = (torch.empty(0), torch.empty(0))
     for dtype in (torch.bfloat16, torch.float32):
         for rate in RATES[:1] if options.quick else RATES:
-            more, *pair = train(rate, dtype, options.steps)  # type: ignore[assignment]
+            more, *pair = train(rate, dtype, options.steps, options.quick)  # type: ignore[assignment]
             rows += more
     finish("changed_weights", "What a step changes", means(rows), options)
     finish("changed_weights", f"What a patch costs (rate {RATES[-1]:g})", costs(*pair, options.rounds), options)

@@ -49,6 +49,11 @@ BASE, PER_CACHED, PER_COMPUTED = 8.8e-3, 39e-9, 32e-6
 CACHE, PREFILL, SEQUENCES = 380_000, 8_192, 1_024
 """Tokens in the cache, tokens of prompts per iteration, and running requests, at most."""
 
+
+def named(limit: int | str) -> str:
+    return "turnwise, auto" if limit == "auto" else f"{limit} at most"
+
+
 LIMITS: tuple[Any, ...] = (32, 64, 128, 256, 1024, "auto")
 
 
@@ -241,7 +246,7 @@ def model_rows(options: Namespace) -> list[dict[str, Any]]:
             work = Work(64, min(work.turns, 2), work.new, 32, 0.5, 64, work.tool)
         for limit in LIMITS:
             row = run_virtually(play(work, limit, options.steps))
-            rows.append({"episodes": name, "max_concurrency": str(limit), **row})
+            rows.append({"episodes": name, "method": named(limit), **row})
     return rows
 
 
@@ -253,7 +258,7 @@ CACHE_GB = 0.0125
 """Keys and values of about 6,500 tokens: 2 kB a token in float32."""
 
 
-async def play_with_vllm(client: Any, limit: int | str, seed: int) -> dict[str, Any]:
+async def play_with_vllm(client: Any, limit: int | str, seed: int, players: int = PLAYERS) -> dict[str, Any]:
     random = Random(seed)
     budget = FollowingSemaphore(client) if limit == "auto" else PrioritySemaphore(int(limit))
     before, seconds, limits = client.stats(), [], []
@@ -271,7 +276,7 @@ async def play_with_vllm(client: Any, limit: int | str, seed: int) -> dict[str, 
             prompt = [*prompt, *response.completion_token_ids, *(random.randrange(3, 250) for _ in range(16))]
 
     began = time.perf_counter()
-    await asyncio.gather(*map(episode, range(PLAYERS)))
+    await asyncio.gather(*map(episode, range(players)))
     whole, peaks, after = time.perf_counter() - began, client.peaks(), client.stats()
     grown = {name: after[name] - before.get(name, 0) for name in after}
     return {
@@ -303,8 +308,9 @@ async def vllm_rows() -> list[dict[str, Any]]:
     client = VLLMClient(Qwen3ForCausalLM(config).eval(), ByteTokenizer(), **options)
     rows = []
     try:
+        await play_with_vllm(client, 32, 99, 64)  # warms up
         for seed, limit in enumerate(("auto", 32, 1024, "auto")):
-            row = {"max_concurrency": str(limit), **await play_with_vllm(client, limit, seed)}
+            row = {"method": named(limit), **await play_with_vllm(client, limit, seed)}
             print(row, flush=True)
             rows.append(row)
     finally:
