@@ -148,6 +148,10 @@ def test_a_queue_that_stays_is_left_here_and_new_weights_cut_nothing():
     budget._ended = 86
     assert look(budget, preemptions=62, kv_cache_use=0.81) == 86 + 16 // 4
     assert look(budget, preemptions=0) == 90  # a restarted engine
+    budget.in_use = 90
+    for _ in range(70):  # the batch ends
+        budget.release()
+    assert look(budget, running=20, preemptions=5) == 67
 
 
 def test_prefixes_that_stay_lost_cut_the_limit_while_running_calls_fill_the_cache():

@@ -51,7 +51,7 @@ class FollowingSemaphore(PrioritySemaphore):
     who follow this rule alone reach equal shares, so the workers of a run need not talk to each other. CONCUR (Chen et
     al., 2026, arXiv:2601.22705) controls agents by an engine's cache in this way.
 
-    - Preemptions cut the limit to 3/4 of the running calls. Each one costs the computation of a prompt. No further cut
+    - Preemptions cut the limit to 3/4 of the calls that ran. Each one costs the computation of a prompt. No further cut
       follows until enough calls have ended for the first to take effect.
     - So do prefix caches that hold a tenth less of the prompts than at their best, for two rounds of calls: between two
       turns of an episode its keys and values stay only while running calls leave room.
@@ -71,6 +71,7 @@ class FollowingSemaphore(PrioritySemaphore):
         self._learned = False  # True after the first look, or with a saved limit
         self._ramps = True  # no cut yet
         self._ended = self._queued = 0
+        self._most_in_use = 0  # since the last look
         self._preemptions: dict[str, int] = {}
         self._round = 0  # calls that ended since the prefix cache was judged
         self._prompts: dict[str, tuple[int, int]] = {}  # prompt tokens and cached ones at that time
@@ -121,6 +122,7 @@ class FollowingSemaphore(PrioritySemaphore):
 
     def release(self) -> None:
         self._ended += bool(self._waiting)
+        self._most_in_use = max(self._most_in_use, self.in_use)
         super().release()
 
     async def _follow(self) -> None:
@@ -143,6 +145,8 @@ class FollowingSemaphore(PrioritySemaphore):
     def adjust(self, reports: Mapping[str, EngineReport | None]) -> None:
         """Move the limit by the engines' ``reports``, which are those of :meth:`ReportingClient.load`."""
         ended, self._ended = self._ended, 0
+        # What the reports are about: at the end of a batch few calls still run.
+        ran, self._most_in_use = min(self.limit, max(self._most_in_use, self.in_use)), self.in_use
         known = {name: report for name, report in reports.items() if report is not None}
         if not known:
             self._without_reports(reports)
@@ -158,9 +162,9 @@ class FollowingSemaphore(PrioritySemaphore):
         if self.in_use > self.limit:  # the last cut has not taken effect yet
             return
         if any(cramped) or forgets:
-            self._cut(CUT * self.in_use)
+            self._cut(CUT * ran)
         elif self._queued >= PATIENCE:
-            self._cut(self.in_use * (running + allowed) / (running + waiting))
+            self._cut(ran * (running + allowed) / (running + waiting))
         elif waiting <= allowed and self.limit < (bound := self.bound):
             pace = 1.0 if self._ramps and use < ROOM else (CAUTION if use >= ROOM else 1.0) * bound / STEP / self._exact
             self._set(min(bound, self._exact + pace * ended))
