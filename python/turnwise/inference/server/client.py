@@ -206,9 +206,9 @@ class VLLMServerClient(GatedScoringClient):
 
     async def load(self) -> dict[str, EngineReport | None]:
         """Return the report of the server's engine by its URL, from vLLM's metrics; empty if it doesn't answer now."""
-        reading = self._report()
-        report = await (reading if self._thread.runs_here() else self._result(self._thread.submit(reading)))
-        return report
+        if self._thread.runs_here():  # in a pool that shares the thread
+            return await self._report()
+        return await self._result(self._thread.submit(self._report()))
 
     async def _report(self) -> dict[str, EngineReport | None]:
         try:
