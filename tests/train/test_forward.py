@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from bench_compaction import TINY, counts, play
 from torch import nn
 
 from turnwise.train.model.forward import LAYOUTS, Forward, like_lengths
@@ -133,6 +134,24 @@ def test_what_rows_share_is_computed_once_and_nothing_changes(family, seed, tree
     # most models have float32 within, in norms and rotary angles, whatever their dtype
     tolerance = 1e-10 if family.startswith(("gpt2", "phi")) else 1e-6
     assert relative(got, gradient(own, (expected * weights + expected_entropies).sum())) < tolerance
+
+
+def test_histories_that_were_rewritten_train_as_their_calls_apart():
+    """An agent that compacts its chat three times, asks a sub-agent and clears results, played by the arena."""
+    batch = play(TINY)
+    assert len(batch) == TINY.attempts * (4 * (TINY.turns + 2) + 3), "each call trains"
+    found = counts(batch)
+    assert found["trie"] < 0.7 * found["row per history"] and found["trie"] < 0.4 * found["calls apart"]
+    model = build("qwen3", head_dim=16, vocab_size=300, max_position_embeddings=256).double()
+    own = copy.deepcopy(model)
+    rows = np.arange(len(batch))
+    shared, alone = pack(batch, rows, trie=PrefixTree(batch.token_ids, batch.cu_seqlens, rows)), pack(batch, rows)
+    expected, _ = row_by_row(own, alone)
+    logprobs, _ = Forward(model, "trie")(shared)
+    advantages = torch.from_numpy(batch.advantages).double()[torch.repeat_interleave(torch.diff(alone.cu_seqlens))]
+    assert advantages.abs().min() > 0 and relative(logprobs, expected) < 1e-10
+    got = gradient(model, (logprobs * advantages).sum())
+    assert relative(got, gradient(own, (expected * advantages).sum())) < 1e-6  # Qwen3's norms are float32 within
 
 
 def test_a_trie_in_bfloat16_with_checkpointing_and_adapters(tree_batch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
@@ -16,6 +16,7 @@ from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.runtime.model_call import playing
 from turnwise.arena.runtime.prompts import Prompts
 from turnwise.arena.runtime.watch import not_counted
+from turnwise.arena.stages.auto_concurrency import limit_of_calls
 from turnwise.arena.stages.dynamic_sampling import check_stateless
 from turnwise.arena.stages.registry import own_stages
 from turnwise.arena.stages.stage import BatchNotes, Stage
@@ -54,7 +55,7 @@ class ArenaSetup:
         credit: CreditAssigner | None = None,
         credit_assigner: CreditAssigner | None = None,
         sampling: Sampling | None = None,
-        max_concurrency: int = MAX_CONCURRENCY,
+        max_concurrency: int | Literal["auto"] = MAX_CONCURRENCY,
         max_context: int | Mapping[str, int | None] | None = None,
         seed: int = 0,
         failure_threshold: float = 0.5,
@@ -118,7 +119,7 @@ class ArenaSetup:
         self.episode_counter = EpisodeCounter()
         self.answers = AnswerLimit(answer_timeout)
         """Limit of the seconds in which the client answers none of the calls that wait for it."""
-        self.budget = PrioritySemaphore(max_concurrency)
+        self.budget = limit_of_calls(max_concurrency, client, self.stages)
         """Limit of concurrent model calls over the whole tree of episodes."""
         self.quotas: dict[str | None, PrioritySemaphore] = {}
         """Limits of concurrent model calls of single actors, by id."""

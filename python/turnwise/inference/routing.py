@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from turnwise.inference.common.base import ClientBase, find_policy, gather_all
+from turnwise.inference.common.base import ClientBase, find_policy, gather_all, loads_of
 from turnwise.types import (
     ClientCapabilities,
+    EngineReport,
     InferenceClient,
     MeasuredClient,
     ModelRequest,
@@ -119,6 +120,10 @@ class RoutingClient(ClientBase):
             for name, value in client.peaks().items():
                 largest[name] = max(value, largest.get(name, value))
         return largest
+
+    async def load(self) -> dict[str, EngineReport | None]:
+        """Join the reports of all clients' engines."""
+        return await loads_of(self._distinct())
 
     def _measured(self) -> list[MeasuredClient]:
         return [client for client in self._distinct() if isinstance(client, MeasuredClient)]

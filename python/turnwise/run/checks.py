@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.arena.setup import mix_of
+from turnwise.arena.stages.auto_concurrency import auto_note
 from turnwise.run.clients import check_client
 from turnwise.run.models import check_vocabularies, describe_models
 from turnwise.run.parts import FactsOfTask, build_stages, episodes_of, with_default_credit
@@ -122,6 +123,8 @@ def dry_run(config: TrainConfig) -> str:
     with problems.gathered():
         models = [] if config.learner.is_remote else describe_models(resolved, tiny)
     problems.raise_any()
+    if resolved.rollout.max_concurrency == "auto":
+        notes.append(auto_note(resolved.cluster.has_engines or resolved.rollout.client == "vllm"))
     lines = [f"# {line}\n" for line in [*notes, *models]]
     lines += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
     lines += [f"# actor {name!r} is taught by policy {teacher!r}\n" for name, teacher in resolved.teachers().items()]

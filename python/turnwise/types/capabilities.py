@@ -98,6 +98,36 @@ class MeasuredClient(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine says of its queue and its memory now.
+
+    Example: ``EngineReport(running=96, waiting=12, kv_cache_use=0.83, preemptions=4)``
+    """
+
+    running: int
+    """Requests that it computes."""
+    waiting: int
+    """Requests that it has accepted and does not compute yet."""
+    kv_cache_use: float
+    """Share of its memory for keys and values that requests hold, 0 to 1."""
+    preemptions: int
+    """Requests that lost their keys and values and recompute them, since the engine's start."""
+    prompt_tokens: int = 0
+    """Tokens of all prompts since the engine's start, also of recomputed ones."""
+    cached_tokens: int = 0
+    """Those among them whose keys and values were in the prefix cache."""
+
+
+@runtime_checkable
+class ReportingClient(Protocol):
+    """A client that can ask its engines for their load."""
+
+    async def load(self) -> dict[str, EngineReport | None]:
+        """Return the report of each engine that answers now, by its name; ``None`` for one that makes no reports."""
+        ...
+
+
 @runtime_checkable
 class TokenizedClient(Protocol):
     """A client that has its own tokenizer."""

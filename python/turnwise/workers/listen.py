@@ -258,7 +258,7 @@ async def play(arena: Arena, job: Job, stores: Mapping[str, ArtifactStore], sub_
     if job.sub_team is not None:
         view.actors = {actor: arena.actors[actor] for actor in job.sub_team}
         view.episodes = dict(sub_teams(job.sub_team))
-    arena.budget.limit = job.calls
+    arena.budget.bound = job.calls
     roots = [context.root for context in job.contexts]
     batch_stores = [store for store in stores.values() if isinstance(store, BatchStore)]
     for store in batch_stores:

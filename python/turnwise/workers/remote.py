@@ -125,7 +125,7 @@ class RemoteWorkers:
         for index, context in enumerate(contexts):
             indices_of.setdefault(context.group_id, []).append(index)
         # A call that may make fewer model calls at once than there are workers uses only as many workers.
-        workers = max(1, min(self.count, arena.budget.limit))
+        workers = max(1, min(self.count, arena.budget.bound))
         stores = StoreSnapshot(next(self._snapshots), arena.stores, evaluation=arena.is_evaluation)
         stores.since(self._latest)  # most workers have the latest one, and what is new must be picklable
         self._latest = stores
@@ -145,7 +145,7 @@ class RemoteWorkers:
                 arena.started,
                 arena.batches,
                 episodes=int(min(batch.most_episodes, self._episodes)),
-                calls=max(1, arena.budget.limit // workers),
+                calls=max(1, arena.budget.bound // workers),
             )
             first = contexts[indices[0]].rollout
             try:

@@ -47,17 +47,26 @@ class PrioritySemaphore:
         self._waiting: list[tuple[Order, int, asyncio.Future[None]]] = []
         self._ticket = itertools.count()
 
+    @property
+    def bound(self) -> int:
+        """The largest limit that there may be: the limit itself, where nothing moves it."""
+        return self.limit
+
+    @bound.setter
+    def bound(self, bound: int) -> None:
+        self.limit = bound
+
     @contextlib.contextmanager
     def limited_to(self, limit: int | None) -> Iterator[None]:
-        """Lower the limit for the block; ``None`` keeps it."""
+        """Lower the bound for the block; ``None`` keeps it."""
         if limit is not None and limit < 1:
             raise ValueError(f"concurrency={limit!r}: expected at least 1, or None")
-        before = self.limit
-        self.limit = before if limit is None else min(before, limit)
+        before = self.bound
+        self.bound = before if limit is None else min(before, limit)
         try:
             yield
         finally:
-            self.limit = before
+            self.bound = before
 
     def slot(self, order: Order) -> Slot:
         """Return a slot: ``async with`` holds it for the block. A call that is cancelled while waiting gives it up."""

@@ -18,9 +18,11 @@ from turnwise.inference.common.http import LoopThread
 from turnwise.types import (
     ClientCapabilities,
     ContextLengthError,
+    EngineReport,
     ModelError,
     ModelRequest,
     ModelResponse,
+    ReportingClient,
     RoutedExperts,
     Sampling,
     Tokenizer,
@@ -50,6 +52,10 @@ class ClientBase(ABC):
     def peaks(self) -> dict[str, float]:
         """Return the largest values since the last call by name; empty for a client that measures none."""
         return {}
+
+    async def load(self) -> dict[str, EngineReport | None]:
+        """Return the report of each engine that answers now, by its name; ``None`` for one that makes no reports."""
+        return {type(self).__name__: None}
 
     @abstractmethod
     async def close(self) -> None:
@@ -189,6 +195,15 @@ async def gather_all(calls: Iterable[Awaitable[T]]) -> list[T]:
         if isinstance(result, BaseException):
             raise result
     return results  # type: ignore[return-value]  # exceptions were raised above
+
+
+async def loads_of(clients: Sequence[object]) -> dict[str, EngineReport | None]:
+    """Join the reports of the engines of ``clients``; a client that can't ask its engine makes none."""
+    asked = [client.load() for client in clients if isinstance(client, ReportingClient)]
+    silent: dict[str, EngineReport | None] = {
+        type(client).__name__: None for client in clients if not isinstance(client, ReportingClient)
+    }
+    return {name: report for one in [silent, *await gather_all(asked)] for name, report in one.items()}
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -184,10 +184,13 @@ class Endpoint:
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
         reads: bool = True,
+        decodes: bool = True,
         timeout: float | None = None,
         most: int = MAX_ANSWER,
     ) -> Any:
         """Return the decoded JSON of the answer; ``None`` if it is empty or ``reads`` is false.
+
+        Unless ``decodes``, return its text.
 
         Raises :class:`EndpointError`, also for an answer of more than ``most`` bytes.
         """
@@ -225,6 +228,8 @@ class Endpoint:
             raise EndpointError(f"{where} does not speak HTTP: {_describe_error(error)}") from error
         if not reads or not content:
             return None
+        if not decodes:
+            return content.decode(errors="replace")
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.inference.common.base import GatedClient, GatedScoringClient, gather_all
+from turnwise.inference.common.base import GatedClient, GatedScoringClient, gather_all, loads_of
 from turnwise.inference.common.http import LoopThread
 from turnwise.inference.pool.engine import EngineFailed, EngineLimits, PoolEngine, PrefixRouter, Router, WeightSnapshot
 from turnwise.inference.weights.load import collect_weights
 from turnwise.types import (
     ClientCapabilities,
+    EngineReport,
     InferenceClient,
     ModelError,
     ModelRequest,
@@ -198,6 +199,12 @@ class PoolClient(GatedScoringClient):
             engine.most_outstanding = engine.outstanding
         return largest
 
+    async def load(self) -> dict[str, EngineReport | None]:
+        """Join the reports of the engines that serve now."""
+        if self._closed:
+            return {}
+        return await self._result(self._thread.submit(self._loads()))
+
     # -- requests, in the pool's thread --------------------------------------------------------------------------------
     async def _one(self, request: ModelRequest) -> ModelResponse:
         """Ask one engine after the other, with the same seed, until one answers.
@@ -226,6 +233,9 @@ class PoolClient(GatedScoringClient):
                 if not error.retryable and all(name in failed and not failed[name].retryable for name in self._engines):
                     raise ModelError(_list(failed)) from error
         raise ModelError(f"a request failed {self._attempts} times: {_list(failed)}")
+
+    async def _loads(self) -> dict[str, EngineReport | None]:
+        return await loads_of([engine.client for engine in self._engines.values() if engine.serving])
 
     async def _choose(self, request: ModelRequest, failed: Collection[str], unable: Collection[str]) -> PoolEngine:
         """Choose among the engines that serve: none that is ``unable``, and those that ``failed`` last."""

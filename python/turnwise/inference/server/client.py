@@ -37,6 +37,7 @@ from turnwise.inference.server.answers import (
     read_scores,
 )
 from turnwise.inference.server.launch import LOAD
+from turnwise.inference.server.load import METRICS, read_report
 from turnwise.inference.server.policies import describe_policies
 from turnwise.inference.server.remote import GENERATE, MAX_GENERATED, Adapters, RemoteServer, sampling_error
 from turnwise.inference.weights.load import check_weights, collect_weights
@@ -45,6 +46,7 @@ from turnwise.inference.weights.weight_block import WeightHandle, WeightTransfer
 from turnwise.types import (
     ByPolicy,
     ClientCapabilities,
+    EngineReport,
     ModelError,
     ModelRequest,
     ModelResponse,
@@ -201,6 +203,19 @@ class VLLMServerClient(GatedScoringClient):
             return {}
         self._stats["preemptions"] = max(peaks.pop("preemptions"), self._stats.get("preemptions", 0))
         return peaks
+
+    async def load(self) -> dict[str, EngineReport | None]:
+        """Return the report of the server's engine by its URL, from vLLM's metrics; empty if it doesn't answer now."""
+        if self._thread.runs_here():  # in a pool that shares the thread
+            return await self._report()
+        return await self._result(self._thread.submit(self._report()))
+
+    async def _report(self) -> dict[str, EngineReport | None]:
+        try:
+            text = await self._endpoint.ask("GET", METRICS, timeout=LOAD_SECONDS, decodes=False)
+        except EndpointError as error:
+            return {self._endpoint.url: None} if error.status == 404 else {}
+        return {self._endpoint.url: read_report(text)}
 
     # -- requests, in the endpoint's thread ----------------------------------------------------------------------------
     def _check(self, request: ModelRequest) -> None:

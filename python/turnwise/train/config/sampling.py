@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from turnwise.arena import TreeSampler
 from turnwise.credit import registry
@@ -167,8 +167,8 @@ class TreeConfig(Section):
 class PlayLimits(Section):
     """Limits of the episodes of one step."""
 
-    max_concurrency: int = Field(default=MAX_CONCURRENCY, ge=1)
-    """Most model calls at the same time, over all actors."""
+    max_concurrency: Literal["auto"] | int = MAX_CONCURRENCY
+    """Most model calls at the same time, over all actors; "auto" follows the queue and the cache of vLLM's engines."""
     max_concurrency_per_actor: dict[str, Annotated[int, Field(ge=1, strict=True)]] = Field(default_factory=dict)
     """Most model calls at the same time of single actors, by their names."""
     timeout: float | None = Field(default=None, gt=0)
@@ -178,13 +178,21 @@ class PlayLimits(Section):
     failure_threshold: float = Field(default=0.5, ge=0, le=1)
     """Share of a step's episodes that may fail before the run stops."""
 
+    @field_validator("max_concurrency")
+    @classmethod
+    def _check_positive(cls, value: Any) -> Any:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("expected auto, or a number of at least 1")
+        return value
+
     def conflicts(self, run: RunFacts, key: str) -> Iterator[str]:
         quotas, names = self.max_concurrency_per_actor, [actor.id for actor in run.actors]
         for name in quotas:
             if run.task is not None and name not in names:
                 why = f"task {run.task.name!r} has no such actor; {did_you_mean(name, names)}"
                 yield problem(f"{key}.max_concurrency_per_actor.{name}", why, quotas[name])
-        limits = {f"{key}.max_concurrency": self.max_concurrency}
+        most = MAX_CONCURRENCY if self.max_concurrency == "auto" else self.max_concurrency
+        limits = {f"{key}.max_concurrency": most}
         for actor in run.actors:
             if actor.max_concurrency is not None:
                 limits[f"{key}.max_concurrency_per_actor.{actor.id}"] = actor.max_concurrency
