@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from turnwise.chat.chosen_template import use_template
 from turnwise.chat.formats import ChatFormat
-from turnwise.chat.templates import EXAMPLE_TOOL, template_text
+from turnwise.chat.templates import EXAMPLE_TOOL, template_text, use_template
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config.policies import PolicyConfig
 from turnwise.train.config.toml import ConfigError

@@ -279,6 +279,7 @@ FEATURES: dict[str, dict[str, Fragment]] = {
             **{"rollout.max_batch_rows": 3, "update.lr": 5e-3, "log.rollouts_per_step": 200},
         },
     },
+    "calls": {"fixed": {}, "auto": {"rollout.max_concurrency": "auto"}},
     "patience": {
         "default": {},
         "short": {

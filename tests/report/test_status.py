@@ -11,9 +11,8 @@ import pytest
 from turnwise.cli import main as cli
 from turnwise.cli.options import EXIT_OK, EXIT_USAGE
 from turnwise.report.status import duration, read_status
-from turnwise.train.checkpoint.listing import EXPORTED
+from turnwise.train.checkpoint.listing import EXPORTED, mark_exported
 from turnwise.train.log.run_log import RunLog
-from turnwise.train.model.export import mark
 from turnwise.train.run_lock import LOCK
 
 from .hand_made import HOSTILE, cluster_run
@@ -96,7 +95,7 @@ def test_exported_policies_tell_their_step(run_dir, capsys):
         (run_dir / "policies" / name / EXPORTED).write_text(json.dumps({"step": step}))
     assert cli.main(["status", str(run_dir)]) == EXIT_OK
     assert "checkpoint step 3, " in (shown := capsys.readouterr().out) and "policies/  step 2\n" in shown
-    mark(run_dir, ["one", "two", "gone"], None)  # as an export begins, which may be killed
+    mark_exported(run_dir, ["one", "two", "gone"], None)  # as an export begins, which may be killed
     assert read_status(run_dir).exported is None
     (run_dir / "policies" / "one" / EXPORTED).write_text("[]")
     assert cli.main(["status", str(run_dir)]) == EXIT_USAGE

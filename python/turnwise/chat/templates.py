@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Set
 from functools import cache
+from importlib import resources
+from pathlib import Path
 from typing import Any, cast
 
 from turnwise.chat.messages import Tool
 from turnwise.sandbox.templates import render_template
 from turnwise.types import Messages, Tokenizer
+from turnwise.utils.files import read_regular
+from turnwise.utils.registry import did_you_mean
 
 EXAMPLE_TOOL: Tool = {
     "type": "function",
@@ -81,3 +86,33 @@ def rendered(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bo
     if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
         ids = list(ids[0])
     return ids if set(map(type, ids)) == {int} else [int(token) for token in ids]
+
+
+# ---- a template that a config names, in place of the tokenizer's ----
+SHIPPED = ("chatml",)
+"""Names of the templates in the folder ``shipped``."""
+
+_TOKENS = re.compile(r"<\|\w+\|>")
+"""A control token, as the shipped templates write them."""
+
+
+def use_template(tokenizer: Any, chosen: str) -> None:
+    """Give ``tokenizer`` the template of this name of :data:`SHIPPED`, or in this file.
+
+    Raises ``ValueError`` for another name, for a file that can't be read, for control tokens of a shipped template
+    that the tokenizer doesn't have, and for a template that fails on a plain chat.
+    """
+    if chosen in SHIPPED:
+        text = (resources.files("turnwise.chat") / "shipped" / f"{chosen}.jinja").read_text(encoding="utf-8")
+        missing = sorted(set(_TOKENS.findall(text)) - set(tokenizer.get_vocab()))
+        if missing:
+            raise ValueError(f"the tokenizer has no {' and no '.join(missing)}, which this template writes")
+    elif not Path(chosen).is_file():
+        raise ValueError(f"expected a file with a Jinja template, or a name; {did_you_mean(chosen, SHIPPED)}")
+    else:
+        text = read_regular(chosen).decode("utf-8")
+    tokenizer.chat_template = text
+    try:
+        rendered(tokenizer, [{"role": "user", "content": "x"}])
+    except Exception as error:  # whatever a template raises
+        raise ValueError(f"the template fails on a plain chat: {str(error).strip().splitlines()[0]}") from error

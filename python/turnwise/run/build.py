@@ -37,7 +37,7 @@ from turnwise.run.workers.attach import attach_workers
 from turnwise.tasks import Task
 from turnwise.tasks.base import QUESTIONS
 from turnwise.tasks.several import SeveralTasks
-from turnwise.train.checkpoint.listing import checkpoints_to_resume, list_checkpoints
+from turnwise.train.checkpoint.listing import checkpoints_to_resume, list_checkpoints, mark_exported
 from turnwise.train.checkpoint.progress import RunProgress
 from turnwise.train.checkpoint.run_state import seed_generators
 from turnwise.train.checkpoint.warm_start import FOLDER as WARM_START
@@ -49,7 +49,7 @@ from turnwise.train.health.start import check_start
 from turnwise.train.league.build import past_models
 from turnwise.train.log.run_log import RunLog
 from turnwise.train.loop import Trainer
-from turnwise.train.model.export import export_policies, export_shards, mark
+from turnwise.train.model.export import export_policies, export_shards
 from turnwise.train.model.loading import (
     attach_adapters,
     build_policies,
@@ -129,7 +129,7 @@ class Run:
             changed = own_bases(self.config)
             policies, folder = self.trainer.policies, self.config.run_dir
             learner: Any = self.trainer.learner
-            mark(folder, policies, None)
+            mark_exported(folder, policies, None)
             if self.config.learner.is_remote:
                 export_adapters(learner, self.tokenizers, folder, self.trainer.log)
             elif not learner.holds_all_weights:
@@ -140,7 +140,7 @@ class Run:
                 export_shards(policies, self.tokenizers, folder, learner.send, own_bases=changed)
             else:
                 export_policies(policies, self.tokenizers, folder, own_bases=changed)
-            mark(folder, policies, progress.step)
+            mark_exported(folder, policies, progress.step)
         return progress
 
     def evaluate(self, sampling: Sampling | None = None, *, samples: int = 1) -> Evaluation:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turnwise.utils.files import read_json
+from turnwise.utils.files import read_json, replace_text
 
 if TYPE_CHECKING:
     from turnwise.train.config.schema import TrainConfig
@@ -66,3 +68,13 @@ def _step_of(manifest: Path, changed: int, size: int) -> int | None:
         return int(read_json(manifest, follow=True, most=LARGEST)["step"])
     except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return None
+
+
+def mark_exported(run_dir: Path, policies: Iterable[str], step: int | None) -> None:
+    """Write the ``step`` of each exported policy into its folder. ``None`` takes the mark away before an export."""
+    for name in policies:
+        folder = run_dir / "policies" / name
+        if step is None:
+            (folder / EXPORTED).unlink(missing_ok=True)
+        elif folder.is_dir():
+            replace_text(folder / EXPORTED, json.dumps({"step": step}) + "\n")

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from turnwise.inference.weights.lora import AdaptedModel, shared_bases
-from turnwise.train.checkpoint.listing import EXPORTED
 from turnwise.train.model.policy import Policy
 from turnwise.types import ByPolicy, Tokenizers
 from turnwise.utils.files import replace_text
@@ -105,16 +104,6 @@ def export_policies(policies: Mapping[str, Policy], tokenizer: Tokenizers, run_d
             bases[id(shared)] = str(folder)
     for name, policy in policies.items():
         export_model(policy.model, tokenizers[name], run_dir / "policies" / name, base=bases.get(id(policy.base), ""))
-
-
-def mark(run_dir: Path, policies: Iterable[str], step: int | None) -> None:
-    """Write the ``step`` of each exported policy into its folder. ``None`` takes the mark away before an export."""
-    for name in policies:
-        folder = run_dir / "policies" / name
-        if step is None:
-            (folder / EXPORTED).unlink(missing_ok=True)
-        elif folder.is_dir():
-            replace_text(folder / EXPORTED, json.dumps({"step": step}) + "\n")
 
 
 def _save_adapter(model: AdaptedModel, folder: Path, base: str, given: Mapping[str, Tensor] | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from turnwise.chat.chosen_template import use_template
+from turnwise.chat.templates import use_template
 from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.inference.common.model_files import (
