@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, facts, completions, model_calls, prompts, short_prompts, by_policy, columns, passes,
+Read in this order: play, facts, completions, tools, model_calls, prompts, short_prompts, by_policy, columns, passes,
 training, capabilities, protocols.
 May import: utils.
 
@@ -64,6 +64,7 @@ from turnwise.types.play import (
     Rollout,
     Step,
 )
+from turnwise.types.tools import ToolSource, ToolSourceError
 from turnwise.types.training import (
     CreditAssigner,
     ExplainedCredit,
@@ -132,6 +133,8 @@ __all__ = [
     "Tokenizer",
     "Tokenizers",
     "ToolCall",
+    "ToolSource",
+    "ToolSourceError",
     "TrainingBatch",
     "capabilities_of",
 ]
