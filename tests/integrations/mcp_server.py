@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcp.server.fastmcp import FastMCP, Image
-from mcp.types import EmbeddedResource, ImageContent, TextContent, TextResourceContents
+from mcp.types import EmbeddedResource, TextContent, TextResourceContents
 from pydantic import BaseModel
 
 WAY = sys.argv[1]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -21,12 +21,18 @@ import pytest
 
 from turnwise.arena import Arena, BatchFailedError, EpisodeCheckpoints, TreeSampler
 from turnwise.integrations.mcp import MCPServer, text_of
+from turnwise.replay.replay import replay
+from turnwise.run.build import train_from_config
+from turnwise.run.checks import dry_run
+from turnwise.train.config.toml import ConfigError
+from turnwise.train.validate import config_from_dict
 from turnwise.types import EpisodeRequest, GenerateResult, ModelRequest
 
 from ..arena.replaying import play as replayed
 from ..arena.replaying import record
 from ..arena.test_episode_checkpoints import kill
-from ..arena.test_tools import Chat, Sum, add, arena_of, call, prompts
+from ..arena.test_tools import Chat, add, arena_of, call, prompts
+from ..trained import SMALL, rows_of
 
 pytestmark = [pytest.mark.needs("mcp"), pytest.mark.filterwarnings("ignore:MCP server|tool ':RuntimeWarning")]
 
@@ -65,7 +71,7 @@ def started(pids: Path) -> list[int]:
     return [int(word) for word in pids.read_text().split()] if pids.exists() else []
 
 
-# -- a server of PyPI ---------------------------------------------------------------------------------------------------
+# -- a server of PyPI --------------------------------------------------------------------------------------------------
 def query(request: ModelRequest) -> str:
     """A model that keeps the number of its question in a table, and answers with what is in the table then."""
     *_, question = [message["content"] for message in request.messages if message["role"] == "user"]
@@ -91,7 +97,7 @@ def test_each_episode_has_a_server_of_its_own_and_a_replay_needs_none() -> None:
     assert divergence is None and result.rollout.steps[-1].completion == "['4']"
 
 
-# -- what servers answer ------------------------------------------------------------------------------------------------
+# -- what servers answer -----------------------------------------------------------------------------------------------
 def test_errors_parts_schemas_names_and_limits() -> None:
     first = call("far", way={"stops": [{"x": 3}]}) + call("parts") + call("fail", text="no") + call("look_up")
     arena = arena_of([first + call("hang") + call("add", a=1, b=2), "4"], add, own(), tool_timeout=2.0, max_tokens=600)
@@ -143,7 +149,7 @@ def test_equal_names_are_refused_and_a_prefix_makes_them_differ() -> None:
         assert told in str(result.rollout.error)
 
 
-# -- servers that fail --------------------------------------------------------------------------------------------------
+# -- servers that fail -------------------------------------------------------------------------------------------------
 def test_a_server_that_dies_fails_the_episode_and_a_retry_gets_a_new_one(tmp_path: Path) -> None:
     lived: list[str] = []
 
@@ -209,7 +215,7 @@ def test_wrong_settings_are_refused(options: dict[str, Any], told: str) -> None:
         MCPServer(**options)
 
 
-# -- shared servers, and servers behind a URL ---------------------------------------------------------------------------
+# -- shared servers, and servers behind a URL --------------------------------------------------------------------------
 def counting(request: ModelRequest) -> str:
     return "4" if request.messages[-1]["role"] == "tool" else call("count")
 
@@ -262,7 +268,7 @@ def test_a_server_behind_a_url(served: Callable[..., MCPServer]) -> None:
     assert answers(result) == ["3"]
 
 
-# -- trees, checkpoints, workers ----------------------------------------------------------------------------------------
+# -- trees, checkpoints, workers ---------------------------------------------------------------------------------------
 def test_a_tree_takes_shared_servers_alone() -> None:
     tree = Chat(sampler=TreeSampler(branches=2), max_turns=1)
     request = [EpisodeRequest("chat", "2 + 2 = ?")]
@@ -294,3 +300,78 @@ def test_an_episode_with_a_server_of_its_own_is_played_again_after_a_kill(
     assert any("(own) are not saved" in str(one.message) for one in warned) != shared
     arena, [result] = play(counting)
     assert len(result.rollout.steps) == 4 and len(prompts(arena)) == asked
+
+
+TASK = """
+import os, sys
+from dataclasses import replace
+from turnwise import Rubric, SingleTurnEpisode
+from turnwise.integrations.mcp import MCPServer
+from turnwise.tasks import OwnTask
+
+ASK = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
+SERVER = MCPServer(os.environ["SERVER"].split(), only=["count"], name="own")
+
+def once(completion):
+    return float(completion == "1")
+
+class Once(SingleTurnEpisode):
+    episode_type = "once"
+    rubric = Rubric([once])
+
+    def get_prompt(self, artifact):
+        return artifact["question"]
+
+class Counting(OwnTask):
+    name, success_metric, system_prompts = "once", "once/solver", {"solver": "Count."}
+
+    @property
+    def actors(self):
+        return [replace(actor, tools=[SERVER], max_tool_rounds=1) for actor in super().actors]
+
+    def questions(self):
+        return [f"Count {n}" for n in range(40)]
+
+    def episodes(self, tree=None):
+        return {"once": Once()}
+
+    def demonstrations(self, n, seed):
+        return [("solver", [{"role": "user", "content": f"Count {k % 40}"}], ASK) for k in range(n)]
+
+    def texts(self):
+        return [*super().texts(), ASK, "1"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.representative
+def test_a_run_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, narrow_model: None) -> None:
+    """Warm start with the server's schemas, training, evaluation, and a replay where the server is gone."""
+    (tmp_path / "counting_by_mcp.py").write_text(TASK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("SERVER", shlex.join(own("stdio", tmp_path / "pids").command))
+    changes = {
+        "task": "counting_by_mcp:Counting",
+        "task_options": {"max_tokens": 40},
+        "rollout": {"prompts_per_step": 2, "group_size": 2},
+    }
+    changes |= {"warm_start": {"steps": 150, "batch_size": 8, "lr": 1e-2}, "steps": 1}
+    config = config_from_dict({**SMALL, "run_dir": str(tmp_path / "run"), **changes})
+    run = train_from_config(config)
+    assert run.evaluate().failed == 0
+    run.close()
+    rows = rows_of(config.run_dir, "rollouts.jsonl")
+    called = [row for row in rows if any("ok" in step["info"].get("tool_calls", ()) for step in row["steps"])]
+    assert called, "the warm start taught the call"
+    assert not any(map(is_running, started(tmp_path / "pids")))
+
+    monkeypatch.setenv("SERVER", "no-such-server")
+    monkeypatch.delitem(sys.modules, "counting_by_mcp")
+    before = len(started(tmp_path / "pids"))
+    assert "equals the record, bit for bit" in str(replay(config.run_dir, called[0]["id"]))
+    assert len(started(tmp_path / "pids")) == before
+    with pytest.raises(ConfigError, match="MCP server 'own': there is no program 'no-such-server' on PATH"):
+        dry_run(config)
+    branching = config.model_copy(update={"rollout": config.rollout.model_copy(update={"branches": 2})})
+    with pytest.raises(ConfigError, match=r"'rollout.branches' = 2: the tools of actor 'solver' are those of 'own'.*"):
+        dry_run(branching)

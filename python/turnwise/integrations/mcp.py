@@ -146,16 +146,20 @@ class MCPServer:
         if self.url:
             from mcp.client import streamable_http as http
 
-            async with http.create_mcp_http_client(headers=dict(self.headers)) as client:
-                async with http.streamable_http_client(self.url, http_client=client) as streams:
-                    yield streams
+            async with (
+                http.create_mcp_http_client(headers=dict(self.headers)) as client,
+                http.streamable_http_client(self.url, http_client=client) as streams,
+            ):
+                yield streams
             return
         from mcp import StdioServerParameters, stdio_client
 
         async with contextlib.AsyncExitStack() as stack:
             words = list(self.command)
             if any(FOLDER in word for word in words):
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="turnwise-mcp-", ignore_cleanup_errors=True))
+                folder = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="turnwise-mcp-", ignore_cleanup_errors=True)
+                )
                 words = [word.replace(FOLDER, folder) for word in words]
             # The supervisor ends what the server started, too, and ends with this process. If the event loop is
             # cancelled, the library kills the supervisor first.
@@ -180,7 +184,7 @@ class MCPServer:
 
 
 class OpenServer:
-    """A session with a server (:class:`turnwise.types.tools.OpenTools`)."""
+    """A session with a server (:class:`turnwise.types.completions.OpenTools`)."""
 
     def __init__(self, server: MCPServer, session: Any, errors: Tail, listed: Sequence[Mapping[str, Any]]) -> None:
         self.server, self.session, self.errors, self.has_ended = server, session, errors, False
@@ -217,7 +221,7 @@ class OpenServer:
         try:
             given = await self.session.call_tool(self.names[name], arguments)
         except Exception as error:
-            if not await self._is_over(error):
+            if not _is_over(error):
                 raise
             self.has_ended = True
             if self.server.command:
@@ -229,14 +233,14 @@ class OpenServer:
             raise MCPToolError(text)
         return text
 
-    async def _is_over(self, error: Exception) -> bool:
-        """Return True if a call failed because the server is gone, not because of the call."""
-        import anyio
-        from mcp.types import CONNECTION_CLOSED
 
-        if isinstance(error, anyio.ClosedResourceError | anyio.BrokenResourceError | anyio.EndOfStream):
-            return True
-        return getattr(getattr(error, "error", None), "code", None) == CONNECTION_CLOSED
+def _is_over(error: Exception) -> bool:
+    """Return True if a call failed because the server is gone, not because of the call."""
+    import anyio
+    from mcp.types import CONNECTION_CLOSED
+
+    closed = isinstance(error, anyio.ClosedResourceError | anyio.BrokenResourceError | anyio.EndOfStream)
+    return closed or getattr(getattr(error, "error", None), "code", None) == CONNECTION_CLOSED
 
 
 async def _list_tools(session: Any) -> list[dict[str, Any]]:

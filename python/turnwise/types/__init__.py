@@ -1,6 +1,6 @@
 """The nouns that the rooms of turnwise exchange, and the protocols through which they call each other.
 
-Read in this order: play, facts, completions, tools, model_calls, prompts, short_prompts, by_policy, columns, passes,
+Read in this order: play, facts, completions, model_calls, prompts, short_prompts, by_policy, columns, passes,
 training, capabilities, protocols.
 May import: utils.
 
@@ -30,7 +30,7 @@ from turnwise.types.columns import (
     RowColumn,
     TokenColumn,
 )
-from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
+from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall, ToolSource, ToolSourceError
 from turnwise.types.facts import INFO_KEYS, META_KEYS, RequestFacts, RolloutFacts, StepFacts
 from turnwise.types.model_calls import (
     UNRECORDED,
@@ -64,7 +64,6 @@ from turnwise.types.play import (
     Rollout,
     Step,
 )
-from turnwise.types.tools import ToolSource, ToolSourceError
 from turnwise.types.training import (
     CreditAssigner,
     ExplainedCredit,

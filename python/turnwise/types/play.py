@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.types.completions import ToolSource
 from turnwise.types.facts import RequestFacts, RolloutFacts, StepFacts, WithFacts
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
 from turnwise.types.prompts import prompt_tokens, shares
-from turnwise.types.tools import ToolSource
 from turnwise.utils.copies import deep_copy, own_copy
 
 CHILD = "child"
@@ -40,8 +40,9 @@ class Actor:
     concurrent model calls, in addition to the arena's own limit; ``None`` sets no such limit.
 
     ``tools`` are functions that it may call, JSON schemas for :meth:`Episode.run_tool`, or sources such as an
-    :class:`~turnwise.integrations.mcp.MCPServer`. In each turn it gets the results of at most ``max_tool_rounds`` answers. At most ``max_tool_calls`` calls of one answer run, each for at most
-    ``tool_timeout`` seconds. The model sees ``max_tool_result`` characters of each result.
+    :class:`~turnwise.integrations.mcp.MCPServer`. In each turn it gets the results of at most ``max_tool_rounds``
+    answers. At most ``max_tool_calls`` calls of one answer run, each for at most ``tool_timeout`` seconds. The model
+    sees ``max_tool_result`` characters of each result.
     ``chat_template_kwargs`` go to the chat template, such as ``{"enable_thinking": False}``.
 
     Example: ``Actor("solver", system_prompt="Solve the problem.", policy="default", max_tokens=256)``

@@ -1,4 +1,4 @@
-"""The tools that an actor has now: functions, schemas, and those of sources such as MCP servers, while these are open."""
+"""The tools that an actor has now: functions, schemas, and those of open sources such as MCP servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turnwise.arena.runtime.watch import not_counted
 from turnwise.chat.messages import Tool
 from turnwise.chat.tools import by_name, schemas
 from turnwise.types import Actor, ToolSource, ToolSourceError
-from turnwise.types.tools import OpenTools
+from turnwise.types.completions import OpenTools
 from turnwise.utils.signals import error_text
 
 CLOSE_SECONDS = 10.0
@@ -63,8 +63,8 @@ def unforkable(actors: Iterable[Actor]) -> str:
         for source in sources_of([actor]):
             if not source.shared:
                 return (
-                    f"the tools of actor {actor.id!r} are those of {source.name!r}, which has a state of its own in each "
-                    "episode, and no branch can copy it: expected shared=True, if no episode needs such a state"
+                    f"the tools of actor {actor.id!r} are those of {source.name!r}, which has a state of its own in "
+                    "each episode, and no branch can copy it: expected shared=True, if no episode needs such a state"
                 )
     return ""
 
@@ -128,7 +128,8 @@ class OpenSource:
 
     async def tools(self) -> OpenTools:
         """Wait until it is open. Raises ``ToolSourceError`` if it can't be opened, or has ended."""
-        await asyncio.wait({self._ready, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {self._ready, self._task}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if self.has_ended:
             raise self._ended()
         return self._ready.result()

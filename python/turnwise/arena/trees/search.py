@@ -58,7 +58,8 @@ class TreeSearch:
         self._num_moved = len(context.steps)
         self._open_scopes: list[EpisodeContext] = []
         self._lost: list[EpisodeState] = []
-        check_forkable([actor for name, actor in arena.actors.items() if name in (episode.actors or arena.actors)])
+        players = episode.actors or arena.actors
+        check_forkable([actor for name, actor in arena.actors.items() if name in players])
         if sampler.has_many_leaves and episode.rubric.is_grouped:
             raise ValueError(
                 f"{type(episode).__name__}.rubric has group functions, which compare rollouts, and beam_width > 1 or "
