@@ -48,7 +48,7 @@ class SimulatedUser(OwnTask):
 
     def questions(self):
         return [
-            {"goal": f"You want {number} {fruit}.", "order": f"{number} {fruit}"}
+            {"goal": f"You want {number} {fruit}.", "order": f"Sold: {number}"}
             for number in NUMBERS
             for fruit in FRUITS
         ]
@@ -57,20 +57,20 @@ class SimulatedUser(OwnTask):
         return {"shop": Shop(sampler=tree)}
 
     def demonstrations(self, n, seed):
-        """Talks of a user and of an agent that asks every other time, and guesses otherwise; a row is one message."""
+        """One message of a talk in each row. Half of the agents guess the number; an answer to a guess is goodbye."""
         rng, rows = Random(f"shop/{seed}"), []
         for _ in range(n):
             number, fruit = rng.choice(NUMBERS), rng.choice(FRUITS)
-            asks = rng.random() < 0.5
+            talk = [f"{fruit}, please", ASK, f"{number}", f"Sold: {number}", STOP]
+            place = rng.choices(range(5), (1, 2, 4, 4, 1))[0]
+            if place in (1, 4) and rng.random() < 0.5:
+                talk, place = [talk[0], f"Sold: {rng.choice(NUMBERS)}", STOP], min(place, 2)
+            is_agent = place % 2 == 1
             brief = USER.system_prompt.replace("{goal}", f"You want {number} {fruit}.").replace("{stop}", STOP)
-            sale = f"{number if asks else rng.choice(NUMBERS)} {fruit}"
-            talk = [f"{fruit}, please", *([ASK, str(number)] if asks else []), sale, STOP]
-            place = rng.randrange(len(talk))
-            heard = ["Hi!", *talk[:place]] if place % 2 == 0 else talk[:place]
-            roles = ("user", "assistant")
-            chat = [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(heard)]
-            system = {"role": "system", "content": AGENT.system_prompt if place % 2 else brief}
-            rows.append(("agent" if place % 2 else "user", [system, *chat], talk[place]))
+            heard = talk[:place] if is_agent else [USER.greeting, *talk[:place]]
+            chat = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(heard)]
+            system = {"role": "system", "content": AGENT.system_prompt if is_agent else brief}
+            rows.append(("agent" if is_agent else "user", [system, *chat], talk[place]))
         return rows
 
     def texts(self):

@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 
 from turnwise.arena import Arena, BatchFailedError, EpisodeCheckpoints, TreeSampler
-from turnwise.integrations.mcp import MCPServer, text_of
+from turnwise.integrations.gateway.process.output import Tail
+from turnwise.integrations.mcp import MCPServer, OpenServer, text_of
 from turnwise.replay.replay import replay
 from turnwise.run.build import train_from_config
 from turnwise.run.checks import dry_run
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.validate import config_from_dict
-from turnwise.types import EpisodeRequest, GenerateResult, ModelRequest
+from turnwise.types import EpisodeRequest, GenerateResult, ModelRequest, ToolSourceError
 
 from ..arena.replaying import play as replayed
 from ..arena.replaying import record
@@ -114,6 +115,18 @@ def test_errors_parts_schemas_names_and_limits() -> None:
     assert result.rollout.facts.mishaps == {"tool_parts_not_shown": 1, "tool_errors/fail": 1, "tool_errors/hang": 1}
     shown = prompts(arena)[0]
     assert "look.up" not in shown and "$defs" not in shown and '"stops"' in shown, "references are resolved"
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("a.b", "a b"), "the tools 'a.b' and 'a b' would both be 'a_b'"),
+        (("a" * 65,), "expected at most 64 characters"),
+    ],
+)
+def test_names_that_become_one_or_are_too_long(names: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ToolSourceError, match=told):
+        OpenServer(MCPServer(url="http://a"), None, Tail(), [{"name": name} for name in names])
 
 
 def test_an_answer_without_text_is_its_data() -> None:
