@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from turnwise.replay.replay import replay
 from turnwise.run.build import train_from_config
 from turnwise.run.checks import dry_run
 from turnwise.train.validate import load_config
@@ -146,6 +147,21 @@ def test_sub_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1.0 <= children <= 2.0 and row["metric/gateway/calls/worker"] == children
         assert row["episodes"] == 16 + 16 * children and row["episodes/failed"] == 0
         assert row["samples/boss"] or row["samples/worker"]
+
+
+@pytest.mark.needs("peft")
+def test_simulated_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps: the agent's calls train, the user's never do, and recorded talks play again."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    given = {**SHORT, "rollout.branches": 1, "rollout.group_size": 2, "credit.rule": "constant"}
+    config = load_config(EXAMPLES / "simulated_user.toml", {**given, "run_dir": str(tmp_path / "run")})
+    run = train_from_config(config)
+    assert run.config.rollout.check_private
+    for row in (row for row in checked(tmp_path / "run") if row["step"]):
+        assert row["samples/agent"] and not row.get("samples/user") and row["dropped/not_trainable"] >= row["episodes"]
+    assert {name: policy.updates for name, policy in run.trainer.policies.items()} == {"agent": 3, "user": 0}
+    talk = rows_of(tmp_path / "run", "rollouts.jsonl")[0]
+    assert "equals the record, bit for bit" in str(replay(tmp_path / "run", talk["id"]))
 
 
 def test_each_level_has_both_loops() -> None:

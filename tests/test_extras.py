@@ -53,9 +53,18 @@ arena.add_episode(AgentEpisode(agent, Gateway(), actors=["solver"]))
 [result] = asyncio.run(arena.generate_rollouts([EpisodeRequest("agent", "2 + 2 = ?")]))
 assert result.rewards == {"solver": 1.0}, result.rollout.error
 """
+MCP = """
+import sys
+from turnwise.integrations.mcp import MCPServer
+
+program = "from mcp.server.fastmcp import FastMCP; s = FastMCP('a'); s.add_tool(lambda text: 4, 'size'); s.run()"
+[tool] = MCPServer([sys.executable, "-c", program]).schemas()
+assert tool["function"]["name"] == "size", tool
+"""
 EXAMPLES = {
     "gateway": GATEWAY,
     "gymnasium": PLAY.format(task="gymnasium:FrozenLake-v1"),
+    "mcp": MCP,
     "openspiel": PLAY.format(task="openspiel:kuhn_poker"),
     "pettingzoo": PLAY.format(task="pettingzoo:tictactoe_v3"),
     "reasoning_gym": PLAY.format(task="reasoning_gym:countdown"),

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,34 @@ def agents_arena(kind: type) -> Arena:
     return own_arena(kind, AgentEpisode(boss, Gateway(renderer="template"), actors=["player"]))
 
 
+class Look(Try):
+    episode_type = "look"
+
+    def get_prompt(self, artifact: Any) -> str:
+        return f"look {artifact}"
+
+
+def tools_arena(kind: type) -> Arena:
+    """An arena whose player has tools of an MCP server, one in each process."""
+    from turnwise.integrations.mcp import MCPServer
+
+    def script(request: Any) -> str:
+        answered = request.messages[-1]["role"] == "tool"
+        return (
+            request.messages[-1]["content"]
+            if answered
+            else '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>'
+        )
+
+    file = Path(__file__).parents[1] / "integrations" / "mcp_server.py"
+    server = MCPServer([sys.executable, str(file), "stdio"], shared=True)
+    client = ScriptedClient(script, versions={"default": 3})
+    arena = kind(client, ByteTokenizer(), credit=None, task=None, rollout=None)
+    arena.add_actor(Actor("player", tools=[server]))
+    arena.add_episode(Look())
+    return arena
+
+
 def length(completion: str) -> float:
     return float(len(completion))
 
@@ -163,7 +192,7 @@ def best_of(rollouts: Any) -> list[float]:
     return [float(size == max(sizes)) for size in sizes]
 
 
-for _kind in (Try, Leave):
+for _kind in (Try, Leave, Look):
     _kind.rubric = Rubric([length])
 Wonder.rubric = Rubric([length, best_of])
 
@@ -191,6 +220,7 @@ BUILDERS: dict[str, Any] = {
     "dynamic": lambda kind: task_arena(kind, "sudoku", filter={"dynamic_sampling_rounds": 3}, credit={"rule": "grpo"}),
     "stores": lambda kind: own_arena(kind, Keep(), Try()),
     "agents": agents_arena,
+    "tools": tools_arena,
     "own": lambda kind: own_arena(kind, Wonder(), Try(), Leave(), retries=1, failure_threshold=0.6),
 }
 

@@ -25,6 +25,8 @@ is one arena's order if its episodes run one after the other."""
 def requests_of(name: str, arena: Arena, step: int) -> list[EpisodeRequest]:
     if name == "stores":
         return [EpisodeRequest("keep", {"step": step, "question": n % 4}) for n in range(8)]
+    if name == "tools":
+        return [EpisodeRequest("look", n) for n in range(4)]
     if name == "agents":
         return [EpisodeRequest(next(iter(arena.episodes)), f"{n % 2}", group_id=f"{n % 2}", seed=n) for n in range(6)]
     if name == "own":
@@ -87,6 +89,7 @@ def alone() -> dict[str, Any]:
     [
         *("sudoku", "nested", "stores", "dynamic", "games", "own"),
         pytest.param("agents", marks=pytest.mark.needs("aiohttp", "openai")),
+        pytest.param("tools", marks=[pytest.mark.needs("mcp"), pytest.mark.slow]),
     ],
 )
 async def test_equal_to_one_arena(name: str, count: int, workers: Workers, alone: dict[str, Any]) -> None:
@@ -108,6 +111,8 @@ async def test_equal_to_one_arena(name: str, count: int, workers: Workers, alone
     if name == "agents":
         children = [child.rollout.meta[CHILD] for result in results for child in result.children]
         assert {child["inherits"] for child in children} == {True, False} and max(c["order"] for c in children) > 0
+    if name == "tools":
+        assert {result.rollout.steps[-1].completion for result in results} == {"found"}
     if name == "own":
         assert any(result.rollout.error for result in results) and any("group" in r.rollout.meta for r in results)
         assert any(child.rollout.meta.get("continues") for result in results for child in result.children)

@@ -1,6 +1,6 @@
 """The arena: actors, episodes (nested too), rubrics, stores and tree sampling; requests in, a training batch out.
 
-Read in this order: arena, episode, multi_turn, answers, runner, stages, episode_checkpoints, setup.
+Read in this order: arena, episode, multi_turn, user_actor, answers, runner, stages, episode_checkpoints, setup.
 May import: types, utils, settings, state, chat, samples.
 """
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from turnwise.arena.stores.sampling import PrioritizedLevelReplay as PrioritizedLevelReplay
     from turnwise.arena.stores.store import ArtifactStore as ArtifactStore
     from turnwise.arena.trees.sampler import TreeSampler as TreeSampler
+    from turnwise.arena.user_actor import UserActor as UserActor
+    from turnwise.arena.user_actor import UserEpisode as UserEpisode
     from turnwise.samples.filters import Filters as Filters
     from turnwise.samples.pack import drop_stale as drop_stale
     from turnwise.samples.pack import pack as pack
@@ -73,6 +75,8 @@ _HOMES = {
     "PrioritizedLevelReplay": "turnwise.arena.stores.sampling",
     "ArtifactStore": "turnwise.arena.stores.store",
     "TreeSampler": "turnwise.arena.trees.sampler",
+    "UserActor": "turnwise.arena.user_actor",
+    "UserEpisode": "turnwise.arena.user_actor",
     "Filters": "turnwise.samples.filters",
     "drop_stale": "turnwise.samples.pack",
     "pack": "turnwise.samples.pack",

@@ -21,7 +21,7 @@ from turnwise.types import EpisodeState
 from turnwise.utils.copies import dumps, own_copy
 from turnwise.utils.files import open_to_append, parse_json_line, replacing
 
-FORMAT = 8
+FORMAT = 9
 MANIFEST = "manifest.jsonl"
 """One line per frame, written before the frame: the file's name, its size with the frame, and the SHA-256 of all that.
 No other content is ever unpickled."""
@@ -37,6 +37,7 @@ _KEPT = (
     "private",
     "sampled_completions",
     "record_count",
+    "listings",
 )
 _KEPT_OF_BEAM = (*_KEPT, "steps", "state", "scope", "record_key")
 
@@ -67,7 +68,18 @@ class EpisodeCheckpoints:
         self._files: dict[str, _File] = {}
 
     def save(self, context: EpisodeContext, state: EpisodeState) -> None:
-        """Save ``state`` and the records of ``context``. Raises ``TypeError`` for data that can't be pickled."""
+        """Save ``state`` and the records of ``context``. Raises ``TypeError`` for data that can't be pickled.
+
+        An episode with a server of its own is not saved, as the server's state can't be.
+        """
+        if context.sources:
+            names = ", ".join(source.name for source in context.sources)
+            warn_once(
+                ("not saved", names),
+                f"episodes with a server of tools of their own ({names}) are not saved on the way: a resumed run plays "
+                "them from the start",
+            )
+            return
         parts: dict[str, Any] = {name: getattr(context, name) for name in _KEPT}
         lists: dict[str, Any] = {"steps": context.steps, "trajectory": state.trajectory}
         rollout = context.rollout

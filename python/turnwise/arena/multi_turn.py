@@ -162,6 +162,10 @@ class MultiTurnEpisode(Episode, ABC):
         """
         return self.public(text)
 
+    def attributed(self, text: str, actor: str) -> str:
+        """Return how others read ``text``, the public part of a completion: by default ``"<actor>: <text>"``."""
+        return f"{actor}: {text}"
+
     def build_messages(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any:
         """Return the chat for ``state.current_actor``, or ``None`` if it skips this turn.
 
@@ -185,19 +189,24 @@ class MultiTurnEpisode(Episode, ABC):
         if not (isinstance(turns, Real) and float(turns) >= 1):
             raise ValueError(f"{type(self).__name__}.max_turns={turns!r}: expected a number of turns, at least 1")
 
+    async def opening(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
+        """Return the messages with which every chat of ``state.current_actor`` begins: those of :meth:`get_prompt`."""
+        opening = await hook(self.get_prompt, artifact)
+        opening = "" if opening == [] else chat_of(opening, f"{type(self).__name__}.get_prompt")
+        if isinstance(opening, str):
+            return [{"role": "user", "content": opening}] if opening else []
+        return opening
+
     # -- how it runs ---------------------------------------------------------------------------------------------------
     async def transcript(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Messages:
         """Build the default chat of ``state.current_actor``, see :meth:`build_messages`."""
         own = type(self).__name__
-        opening = await hook(self.get_prompt, artifact)
-        opening = "" if opening == [] else chat_of(opening, f"{own}.get_prompt")
-        if isinstance(opening, str):
-            opening = [{"role": "user", "content": opening}] if opening else []
+        opening = await self.opening(state, arena, artifact)
         # Go on from the actor's last turn, unless the episode opens otherwise now.
         heard = state.transcripts.get(state.current_actor)
         if heard is None or not heard.covers(opening, state.trajectory):
             heard = Transcript.begun(opening)
-        heard = await heard.after(state.trajectory, state.current_actor, partial(_shown_to, self))
+        heard = await heard.after(state.trajectory, state.current_actor, partial(_heard_by, self))
         state.transcripts[state.current_actor] = heard
         is_ours = type(self).build_messages is MultiTurnEpisode.build_messages
         messages: Messages = Shown(heard.messages.whole())
@@ -353,6 +362,12 @@ async def _shown_to(episode: MultiTurnEpisode, step: Step, to: str) -> str | Non
     shown = await hook(episode.public_to, step.completion, str(step.actor_id), to)
     where = f"{type(episode).__name__}.public_to, or public, for actor {to!r}"
     return None if shown is None else text_of_hook(shown, where)
+
+
+async def _heard_by(episode: MultiTurnEpisode, step: Step, to: str) -> str | None:
+    """Return the part of a completion that ``to`` sees, as it reads it, or ``None``."""
+    shown = await _shown_to(episode, step, to)
+    return None if shown is None else episode.attributed(shown, str(step.actor_id))
 
 
 def _actor_id(actor: Any, where: str) -> str:

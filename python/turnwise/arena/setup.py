@@ -37,6 +37,7 @@ from turnwise.types import (
     TokenizedClient,
     Tokenizer,
     Tokenizers,
+    ToolSource,
 )
 from turnwise.types.play import MAX_CONCURRENCY
 from turnwise.types.protocols import EpisodeWorkers
@@ -270,7 +271,7 @@ def check_actor(actor: Actor, others: Collection[str]) -> None:
         raise TypeError(f"actor={actor!r}: expected an Actor")
     if actor.id in others:
         raise ValueError(f"actor id {actor.id!r} is already registered; choose another id")
-    by_name(actor.tools)
+    by_name([tool for tool in actor.tools if not isinstance(tool, ToolSource)])
 
 
 def mix_of(episode: Episode, reward: Mapping[str, Any]) -> RewardMix:

@@ -36,7 +36,7 @@ class Transcript:
     async def after(
         self, trajectory: Sequence[Step], actor: str, shown_to: Callable[[Step, str], Awaitable[str | None]]
     ) -> Transcript:
-        """Return the transcript after the actions of ``trajectory``, of which ``shown_to`` gives what others see."""
+        """Return the transcript after the actions of ``trajectory``, of which ``shown_to`` gives what others read."""
         if len(trajectory) == self.steps:
             return self
         open_: Messages = list(self.messages.tail)
@@ -46,8 +46,7 @@ class Transcript:
             if step.actor_id == actor:
                 open_.append({"role": "assistant", "content": step.completion})
             else:
-                shown = await shown_to(step, actor)
-                say(open_, "user", None if shown is None else f"{step.actor_id}: {shown}")
+                say(open_, "user", await shown_to(step, actor))
             say(open_, "user", step.facts.env_response)
         messages = self.messages.rejoined(open_[:-1], open_[-1:])
         return Transcript(self.opening, messages, len(trajectory), trajectory[-1])

@@ -97,7 +97,7 @@ def _schema_of(tool: Callable[..., Any], name: str) -> Tool:
         properties = schema["function"]["parameters"]["properties"]
         for key, hint in others.items():
             found = TypeAdapter(hint).json_schema()
-            properties[key] = {**_inlined(found, found.get("$defs", {})), **properties[key]}
+            properties[key] = {**inlined(found, found.get("$defs", {})), **properties[key]}
         return schema
     except Exception as error:  # the libraries raise several types of their own
         raise ValueError(
@@ -124,10 +124,10 @@ def _is_plain(hint: Any) -> bool:
     return origin in (list, tuple, dict, typing.Union, types.UnionType) and all(map(_is_plain, parts))
 
 
-def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
+def inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
     """Return a JSON schema without references and titles. Raises ``ValueError`` for a type that contains itself."""
     if isinstance(schema, list):
-        return [_inlined(part, definitions, within) for part in schema]
+        return [inlined(part, definitions, within) for part in schema]
     if not isinstance(schema, dict):
         return schema
     reference = schema.get("$ref")
@@ -136,10 +136,10 @@ def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...
         if name in within:
             raise ValueError(f"{name} contains itself.")
         schema = {**definitions[name], **{key: part for key, part in schema.items() if key != "$ref"}}
-        return _inlined(schema, definitions, (*within, name))
+        return inlined(schema, definitions, (*within, name))
     kept = {key: part for key, part in schema.items() if key != "$defs" and not _is_note(key, part)}
     data = ("default", "const", "enum", "examples")
-    return {key: part if key in data else _inlined(part, definitions, within) for key, part in kept.items()}
+    return {key: part if key in data else inlined(part, definitions, within) for key, part in kept.items()}
 
 
 def _is_note(key: str, part: Any) -> bool:

@@ -32,7 +32,7 @@ from turnwise.types.columns import (
     RowColumn,
     TokenColumn,
 )
-from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall
+from turnwise.types.completions import OK, Message, ParsedCompletion, ToolCall, ToolSource, ToolSourceError
 from turnwise.types.facts import INFO_KEYS, META_KEYS, RequestFacts, RolloutFacts, StepFacts
 from turnwise.types.model_calls import (
     UNRECORDED,
@@ -136,6 +136,8 @@ __all__ = [
     "Tokenizer",
     "Tokenizers",
     "ToolCall",
+    "ToolSource",
+    "ToolSourceError",
     "TrainingBatch",
     "capabilities_of",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.types.completions import ToolSource
 from turnwise.types.facts import RequestFacts, RolloutFacts, StepFacts, WithFacts
 from turnwise.types.model_calls import FinishReason, Messages, PolicyVersions, Sampling
 from turnwise.types.prompts import prompt_tokens, shares
@@ -38,9 +39,10 @@ class Actor:
     ``max_tokens`` and ``sampling`` override the arena's defaults for this actor. ``max_concurrency`` limits its
     concurrent model calls, in addition to the arena's own limit; ``None`` sets no such limit.
 
-    ``tools`` are functions that it may call, or JSON schemas for :meth:`Episode.run_tool`. In each turn it gets the
-    results of at most ``max_tool_rounds`` answers. At most ``max_tool_calls`` calls of one answer run, each for at most
-    ``tool_timeout`` seconds. The model sees ``max_tool_result`` characters of each result.
+    ``tools`` are functions that it may call, JSON schemas for :meth:`Episode.run_tool`, or sources such as an
+    :class:`~turnwise.integrations.mcp.MCPServer`. In each turn it gets the results of at most ``max_tool_rounds``
+    answers. At most ``max_tool_calls`` calls of one answer run, each for at most ``tool_timeout`` seconds. The model
+    sees ``max_tool_result`` characters of each result.
     ``chat_template_kwargs`` go to the chat template, such as ``{"enable_thinking": False}``.
 
     Example: ``Actor("solver", system_prompt="Solve the problem.", policy="default", max_tokens=256)``
@@ -52,7 +54,7 @@ class Actor:
     max_tokens: int | None = None
     sampling: Sampling | None = None
     max_concurrency: int | None = None
-    tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
+    tools: Sequence[Callable[..., Any] | Mapping[str, Any] | ToolSource] = ()
     max_tool_rounds: int = 8
     max_tool_calls: int = 32
     max_tool_result: int = 2000

@@ -96,6 +96,10 @@ class EpisodeContext:
     """Finished paths of a tree-sampled episode that has several."""
     forked: list[EpisodeState] = field(default_factory=list)
     """Earlier states of a tree, to close when the episode ends."""
+    sources: dict[Any, Any] = field(default_factory=dict)
+    """Open sources of tools of this attempt, by source. Its branches have the same."""
+    listings: dict[str, list[Any]] = field(default_factory=dict)
+    """Schemas that sources of tools have listed, by actor and place."""
     original: Any = None
     """The artifact as it was requested; while the episode plays, its state and its rollout have a copy."""
 
@@ -161,6 +165,8 @@ class EpisodeContext:
             record_key="" if self.recorder is None else self.recorder.unique_key(f"{self.record_key}/{name}"),
             policies=self.policies,
             secrets=self.secrets,
+            sources=self.sources,
+            listings=dict(self.listings),
         )
 
     def merge(self, part: EpisodeContext, *, selected: bool) -> None:
@@ -173,6 +179,7 @@ class EpisodeContext:
             return
         self.children.extend(part.children)
         self.state, self.lazy_rng, self.private = part.state, part.lazy_rng, part.private
+        self.listings = part.listings
 
     def for_retry(self, attempt: int) -> EpisodeContext:
         """Return a fresh context, with another seed, for one more attempt at the same request."""
@@ -188,6 +195,7 @@ class EpisodeContext:
         )
         fresh = self.branch("", EpisodeState())
         fresh.scope = ""
+        fresh.sources, fresh.listings = {}, {}
         fresh.record_key = "" if self.recorder is None else self.recorder.unique_key(f"{self.record_key}~")
         fresh.private = PrivateTexts() if self.parent_private is None else self.parent_private.copy()
         seed = derive_seed(old.seed, "retry")

@@ -12,12 +12,13 @@ from typing import Any
 from turnwise.arena.runtime.concurrency import gather_or_cancel
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.recording_hooks import record_input
+from turnwise.arena.runtime.tool_sources import SourceTool, tools_of
 from turnwise.arena.runtime.user_code import CallTimeoutError, call
 from turnwise.arena.runtime.watch import count, count_error, is_async, not_counted, warn_once
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.messages import well_formed_texts
-from turnwise.chat.tools import build_arguments, by_name, schemas
-from turnwise.types import OK, Actor, Messages, ModelResponse, ParsedCompletion, Step, ToolCall
+from turnwise.chat.tools import build_arguments
+from turnwise.types import OK, Actor, Messages, ModelResponse, ParsedCompletion, Step, ToolCall, ToolSourceError
 from turnwise.types.prompts import GIVEN, Prefix, as_tokens
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import name_of
@@ -47,8 +48,8 @@ async def call_with_tools(
     After ``max_tool_rounds`` results, the actor answers once more, and calls in that answer stay text. A later prompt
     extends the sampled tokens.
     """
+    functions, tools = await tools_of(actor)
     with not_counted():
-        functions, tools = by_name(actor.tools), schemas(actor.tools)
         format.check_tools(tools)
     chat, ids = arena.build_prompt(actor, prompt, format, tools)
     context = current_context()
@@ -111,6 +112,8 @@ def share_reward(last: Step, earlier: Sequence[Step]) -> None:
 async def answer_of(name: str, work: Callable[[], Any], actor: Actor) -> str:
     """Return the answer of ``work()`` as text for the model. An exception becomes ``"error: <type>: <text>"``.
 
+    Raises ``ToolSourceError`` alone: what has the tool has ended.
+
     An answer of more than ``actor.max_tool_result`` characters is cut, and ends with "…". A lone surrogate becomes
     U+FFFD.
     """
@@ -123,7 +126,9 @@ async def answer_of(name: str, work: Callable[[], Any], actor: Actor) -> str:
         text = await call("tool", work if is_async(work) else answered, limit=actor.tool_timeout, name=name)
         if type(text) is not str:  # of an ``async def``
             text = await call("tool", partial(_text_of, text), limit=actor.tool_timeout, name=name)
-    except Exception as error:  # any error of a tool is its answer
+    except ToolSourceError:
+        raise
+    except Exception as error:  # any other error of a tool is its answer
         count_error("tool", name, error)
         cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
         text = f"error: {error_text(cause)}"
@@ -164,6 +169,8 @@ async def _result(call: ToolCall, function: Callable[..., Any] | None, run_tool:
     async def ask(name: str, arguments: dict[str, Any]) -> str:
         if function is None:
             return await answer_of(name, partial(run_tool, name, arguments), actor)
+        if isinstance(function, SourceTool):
+            return await answer_of(name, partial(function, arguments), actor)
         return await answer_of(name, _bound(function, arguments), actor)
 
     return await record_input("tool", ask, call.name, call.arguments)

@@ -124,7 +124,7 @@ async def close_states(episode: Any, states: Iterable[EpisodeState]) -> None:
     for one in closing:
         failed: BaseException | None = None
         if not one.done():
-            await _end(one, what)
+            await end_task(one, what)
             failed = CallTimeoutError(f"{what} took longer than {limit:g} s")
         elif one.cancelled():
             failed = exited(what, asyncio.CancelledError())
@@ -137,11 +137,17 @@ async def close_states(episode: Any, states: Iterable[EpisodeState]) -> None:
 
 
 async def close_episode(episode: Any, context: EpisodeContext) -> None:
-    """Close all states that an attempt at an episode has left."""
+    """Close all states that an attempt at an episode has left, and the sources of tools that it has opened."""
     states = {id(state): state for state in (context.state, *context.forked)}
     context.forked = []
-    with use_context(context):
-        await close_states(episode, states.values())
+    try:
+        with use_context(context):
+            await close_states(episode, states.values())
+    finally:
+        opened = list(context.sources.values())
+        context.sources.clear()
+        if opened:
+            await asyncio.gather(*[source.close() for source in opened])
 
 
 @contextlib.asynccontextmanager
@@ -167,7 +173,7 @@ async def in_own_task(coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:
-        await _end(task, what)
+        await end_task(task, what)
         raise
     return task.result()
 
@@ -298,10 +304,10 @@ async def _in_task(key: Key, work: Callable[[], Awaitable[Any]], limit: float | 
     try:
         ended = await ended_within(task, limit)
     except BaseException:
-        await _end(task, what)
+        await end_task(task, what)
         raise
     if not ended:
-        await _end(task, what)
+        await end_task(task, what)
         raise CallTimeoutError(f"{what} took longer than {limit:g} s")
     if task.cancelled():  # its own code cancelled it
         raise exited(what, asyncio.CancelledError())
@@ -330,7 +336,7 @@ async def ended_within(
         end, blocked_before = now() + lost, blocked.seconds
 
 
-async def _end(task: asyncio.Task[Any], what: str) -> None:
+async def end_task(task: asyncio.Task[Any], what: str) -> None:
     """Cancel ``task``. One that doesn't end is abandoned. A further cancellation is raised once it has ended."""
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # asyncio warns of unread errors

@@ -19,6 +19,7 @@ from turnwise.arena.runtime.context import Beam, EpisodeContext, make_forkable, 
 from turnwise.arena.runtime.hashing import derive_seed
 from turnwise.arena.runtime.privacy import check_path
 from turnwise.arena.runtime.tool_rounds import ROUND
+from turnwise.arena.runtime.tool_sources import check_forkable
 from turnwise.arena.runtime.user_code import close_states, hook
 from turnwise.arena.runtime.watch import is_own
 from turnwise.arena.trees.branches import Branch, PendingAction
@@ -57,6 +58,8 @@ class TreeSearch:
         self._num_moved = len(context.steps)
         self._open_scopes: list[EpisodeContext] = []
         self._lost: list[EpisodeState] = []
+        players = episode.actors or arena.actors
+        check_forkable([actor for name, actor in arena.actors.items() if name in players])
         if sampler.has_many_leaves and episode.rubric.is_grouped:
             raise ValueError(
                 f"{type(episode).__name__}.rubric has group functions, which compare rollouts, and beam_width > 1 or "

@@ -32,6 +32,9 @@ Playout = dict[str, Any]
 class BranchingEpisode(ScoredEpisode, Protocol):
     """The part of a multi-turn episode that plays one action at a time."""
 
+    actors: Sequence[str]
+    """The actors that play it; all of the arena's if there are none."""
+
     def build_messages(self, state: EpisodeState, arena: ArenaForHooks, artifact: Any) -> Any: ...
 
     async def take_action(

@@ -63,6 +63,7 @@ PACKAGES = (
     Package("datasets", "tasks", "questions from the Hugging Face Hub"),
     Package("renderers", "gateway", "agents of other frameworks",
             program="from turnwise.chat.known_formats import families; families()"),
+    Package("mcp", "mcp", "tools of MCP servers"),
     Package("gymnasium", "gymnasium", "tasks gymnasium:..."),
     Package("pettingzoo", "pettingzoo", "tasks pettingzoo:..."),
     Package("textarena", "textarena", "tasks textarena:..."),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from turnwise.arena import TreeSampler
+from turnwise.arena.runtime.tool_sources import sources_of, unforkable
 from turnwise.credit import registry
 from turnwise.credit.columns import needs_several_attempts
 from turnwise.settings.section import RunFacts, Section, trial
@@ -135,6 +136,8 @@ class TreeConfig(Section):
         if run.credit is not None and self.playouts and not values and rule in registry and self.score_by != "value":
             why = f"has no effect: expected credit.rule = 'vine', not {rule!r}, or rollout.tree.score_by = 'value'"
             yield problem(f"{key}.playouts", why, self.playouts)
+        if why := unforkable(run.actors) if run.config.rollout.branches > 1 or self.playouts else "":
+            yield problem("rollout.branches", why, run.config.rollout.branches)
         for name, episode in run.episodes.items():
             sampler = getattr(episode, "sampler", None)
             if isinstance(sampler, TreeSampler) and sampler.unreadable(episode):
@@ -253,6 +256,9 @@ class RolloutConfig(PlayLimits):
         if run.trains and run.task is not None and run.config.steps:
             yield from trial(f"{key}.prompts_per_step", self.prompts_per_step, partial(getattr, run.task, "questions"))
             yield from run.task.problems(run.questions, measured=False)
+            for source in sources_of(run.actors):
+                if why := source.problem():
+                    yield f"task {run.task.name!r}: {why}"
             for alone in run.each if not run.trains_alone else ():
                 yield from self._compared(alone, key)
 

@@ -15,7 +15,7 @@ from turnwise.chat.messages import SYSTEM_ROLES, Tool, with_system
 from turnwise.chat.tools import schemas
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.update.sft_rows import SFTRow
-from turnwise.types import Actor, Messages, TrainingBatch
+from turnwise.types import Actor, Messages, ToolSource, TrainingBatch
 
 NAME = "warm start"
 """Name of the actor and of the policy in a batch of demonstrations."""
@@ -159,6 +159,7 @@ class _Looks:
         self.tokenizer, self.actors = tokenizer, actors
         self._looks: dict[tuple[str | None, bool], _Look] = {}
         self._formats: dict[tuple[bool, str], ChatFormat] = {}
+        self._listings: dict[ToolSource, list[Tool]] = {}
 
     def of(self, row: SFTRow) -> _Look:
         lacks_system = not isinstance(row.prompt, str) and row.prompt[0]["role"] not in SYSTEM_ROLES
@@ -168,10 +169,19 @@ class _Looks:
             self._looks[key] = self._shared(actors, lacks_system)
         return self._looks[key]
 
+    def _tools_of(self, actor: Actor) -> list[Tool]:
+        """Return the schemas of an actor's tools. A source is opened once for them."""
+        own = [tool for tool in actor.tools if not isinstance(tool, ToolSource)]
+        for source in (tool for tool in actor.tools if isinstance(tool, ToolSource)):
+            if source not in self._listings:
+                self._listings[source] = source.schemas()
+            own += self._listings[source]
+        return schemas(own)
+
     def _shared(self, actors: Sequence[Actor], lacks_system: bool) -> _Look:
         parts: dict[str, list[Any]] = {
             "system prompts": [actor.system_prompt for actor in actors] if lacks_system else [],
-            "tools": [schemas(actor.tools) for actor in actors],
+            "tools": [self._tools_of(actor) for actor in actors],
             "chat_template_kwargs": [dict(actor.chat_template_kwargs) for actor in actors],
         }
         differing = [name for name, values in parts.items() if any(value != values[0] for value in values)]

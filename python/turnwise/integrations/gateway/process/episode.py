@@ -277,7 +277,7 @@ class ProcessEpisode(GatewayEpisode):
                 error.args = (_text(output.output),)
                 raise
             if code < 0:
-                await _end_orphans(f"{root}/")
+                await end_orphans(f"{root}/")
             await kept.ends()
             await output.ends()
         return code if code >= 0 else 128 - code, _masked(kept.output), _text(output.output)
@@ -317,13 +317,13 @@ async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
         await process.wait()
 
 
-async def _end_orphans(folder: str) -> None:
-    """Kill the processes that a killed supervisor left behind: all whose environment names ``folder``."""
+async def end_orphans(mark: str) -> None:
+    """Kill the processes that a killed supervisor left behind: all whose environment holds ``mark``."""
     for _ in range(ORPHAN_ROUNDS):
         orphans = []
         for environment in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if folder.encode() in environment.read_bytes():
+                if mark.encode() in environment.read_bytes():
                     orphans.append(int(environment.parent.name))
         if not orphans:
             return
