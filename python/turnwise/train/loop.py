@@ -41,6 +41,7 @@ from turnwise.train.config.toml import CONFIG_FILE, to_toml
 from turnwise.train.eval.ablate import EvalSet, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.group_queue import check_step_not_overridden
+from turnwise.train.health.answers import Answers
 from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopNow, StopRequest
 from turnwise.train.last_step import LastStep
@@ -92,7 +93,8 @@ class Trainer:
         policies = self.learner.policies
         check_parts(arena, policies, config, validation)
         of_callbacks = (stage for callback in callbacks for stage in callback.stages)
-        arena.stages.bring([*of_callbacks, *stages_of_terms(config.loss, self.learner)])
+        measures = Answers(getattr(validation, "metric", None))
+        arena.stages.bring([measures, *of_callbacks, *stages_of_terms(config.loss, self.learner)])
         for stage in arena.stages:
             stage.attach(arena, self.learner)
         teachers_replace_rewards(policies, arena.stages.unrewarded)
@@ -311,6 +313,7 @@ class Trainer:
         except BaseException:
             self.unwritten = {"step": self.progress.step, **metrics}
             raise
+        self.watch.logged(metrics)
 
     async def validate(self) -> dict[str, float]:
         """Measure success on the validation questions, and remember it for ``eval.target_success`` if it is known."""
