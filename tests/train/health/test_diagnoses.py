@@ -13,7 +13,7 @@ from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.train import EvalSet, Policy, Trainer
 from turnwise.train.health.diagnose import Diagnoser, diagnose
-from turnwise.train.health.diagnoses import DIAGNOSES
+from turnwise.train.health.diagnoses import DIAGNOSES, EXPLORES
 from turnwise.train.health.history import Facts
 from turnwise.train.log.lines import read_metrics
 from turnwise.train.validate import config_from_dict
@@ -60,9 +60,10 @@ def played(tmp_path, small_model):
 
     runs = []
 
-    async def played(says, functions, weights=None, steps=5, success="won/first", tools=(), **changes):
+    async def played(says, functions, weights=None, steps=5, success="won/first", tools=(), sharpness=1, **changes):
         runs.append(tmp_path / f"run{len(runs)}")
         (model, _), tokenizer = small_model(layers=1), ByteTokenizer()
+        model.get_output_embeddings().weight.data.mul_(sharpness)
         counts = {}
 
         def script(request):
@@ -84,7 +85,14 @@ def played(tmp_path, small_model):
         )
         sampling = Sampling(max_tokens=8 if not tools else 40)
         # Rows without an advantage stay, so that each step trains and the script goes on.
-        arena = Arena(client, tokenizer, credit=DrMASCredit(), sampling=sampling, filters=Filters(drop_zero_advantage=False), seed=0)
+        arena = Arena(
+            client,
+            tokenizer,
+            credit=DrMASCredit(),
+            sampling=sampling,
+            filters=Filters(drop_zero_advantage=False),
+            seed=0,
+        )
         for actor in ACTORS:
             arena.add_actor(Actor(actor, tools=tools))
         arena.add_episode(Said(functions, weights))
@@ -107,6 +115,10 @@ def played(tmp_path, small_model):
 
 def names(diagnoser):
     return {(each.name, each.actor) for each in diagnoser.found}
+
+
+def names_of(diagnoser):
+    return sorted({each.name for each in diagnoser.found})
 
 
 def won(extras):
@@ -155,6 +167,22 @@ async def test_one_answer_to_different_prompts_since_its_step(played):
     assert each.actor == "second" and each.since > 3 and f"since step {each.since}. Go back" in each.line
     assert "of its answers to 6 different prompts are the same" in each.text and "entropy" in each.text
     assert rows[-1]["answers/distinct/second"] == 1 and rows[-1]["answers/distinct/first"] == 9
+
+
+@pytest.mark.parametrize("sharpness", [1, 1000])
+async def test_a_start_that_is_too_sharp_to_explore(played, sharpness):
+    """With the same answers, a start with an entropy has only tied groups; a sharp one has the cause of these."""
+
+    def says(actor, question, step, attempt):
+        return str(question if actor == "first" else question + attempt)
+
+    def none(extras):
+        return {"first": 0.0}
+
+    found, rows = await played(says, [none, differ], sharpness=sharpness, success="none/first")
+    assert (rows[0]["first/entropy"] < 0.05) == (sharpness > 1)
+    assert names(found) == {("sharp-start" if sharpness > 1 else "ties", "first")}
+    assert "all attempts wrote the same" in found.found[0].text
 
 
 async def test_form_is_learned_and_the_outcome_is_not(played):
@@ -292,8 +320,16 @@ def test_the_learning_table_has_no_other_illness():
         for line in path.read_text().splitlines():
             row = json.loads(line)
             if diagnoser := diagnosed_row(row):
-                told |= {row["cell"]: each.name for each in diagnoser.found}
+                told |= dict.fromkeys([row["cell"]] * bool(diagnoser.found), ", ".join(names_of(diagnoser)))
     assert told == ILL
+
+
+def test_starts_that_learned_had_an_entropy_in_the_documented_range():
+    rows = [json.loads(line) for path in RESULTS.glob("*.jsonl") for line in path.read_text().splitlines()]
+    learned = [row for row in rows if row.get("curve") and row["success"] - row["curve"][0][1] >= 0.1]
+    starts = [row["series"]["entropy"][0][1] for row in learned if row["series"].get("entropy")]
+    low, high = EXPLORES
+    assert len(starts) > 100 and sum(low <= start <= high for start in starts) >= 0.97 * len(starts)
 
 
 def diagnosed_row(row):

@@ -15,9 +15,9 @@ A stage that every trainer brings along. All of its metrics end with the actor, 
 ``verdicts/skill``          0 if these answers tell nothing about what is right, 1 if they are always right
 ==========================  ==========================================================================================
 
-The last two have the function before the actor: ``verdicts/skill/said_right/checker``. Two are of whole episodes in which
-several actors are rewarded: ``payoffs/none``, the share in which none earns more than 0, and ``payoffs/general_sum``,
-the share in which their rewards differ and do not add up to 0.
+The last two have the function before the actor: ``verdicts/skill/said_right/checker``. Two are of whole episodes in
+which several actors are rewarded: ``payoffs/none``, the share in which none earns more than 0, and
+``payoffs/general_sum``, the share in which their rewards differ and do not add up to 0.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from typing import Any
 
 from turnwise.arena import Stage
 from turnwise.arena.stages.stage import BatchNotes
-from turnwise.samples.step_metrics import metric_value
 from turnwise.samples.collect import nodes_of
+from turnwise.samples.step_metrics import metric_value
+from turnwise.train.health.history import ALIKE, FAILED, SAME, SUCCEEDED, TIES
 from turnwise.types import GenerateResult, GroupedCredit, Rollout, Sample
 from turnwise.types.prompts import Prefix, prompt_tokens
-
-SAME, ALIKE, FAILED, SUCCEEDED = "tied_same", "tied_alike", "tied_failed", "tied_succeeded"
-TIES = (SUCCEEDED, SAME, FAILED, ALIKE)
 
 TWO_ANSWERS = 0.9
 """Least share of the calls that the two commonest answers of a verdict have."""
@@ -86,7 +84,9 @@ class Answers(Stage):
                 continue
             compared += 1
             if all(causes.get((sample.rollout_id, sample.step_index)) == "equal_rewards" for sample in members):
-                counts[reason([Attempt.of(each, self._success(each, rollouts), bounds) for each in attempts.values()])] += 1
+                counts[
+                    reason([Attempt.of(each, self._success(each, rollouts), bounds) for each in attempts.values()])
+                ] += 1
         return {"compared": compared, **{kind: counts[kind] / compared for kind in TIES}} if compared else {}
 
     def _success(self, samples: Sequence[Sample], rollouts: Mapping[str, Rollout]) -> float | None:

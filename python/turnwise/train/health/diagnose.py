@@ -6,13 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from turnwise.train.callbacks import TrainerView
 from turnwise.train.health.diagnoses import DIAGNOSES
 from turnwise.train.health.history import Facts, History
 from turnwise.train.log.lines import read_rows
 from turnwise.utils.files import read_regular, replace_text
+
+if TYPE_CHECKING:
+    from turnwise.train.callbacks import TrainerView
 
 FACTS = "diagnosis.json"
 """File of a run folder with the :class:`Facts` of its diagnoses."""

@@ -10,6 +10,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Self
 
+SAME, ALIKE, FAILED, SUCCEEDED = "tied_same", "tied_alike", "tied_failed", "tied_succeeded"
+TIES = (SUCCEEDED, SAME, FAILED, ALIKE)
+"""Reasons for which groups tie; ``groups/<reason>/<actor>`` are metrics."""
+
 EARLY, RECENT = 3, 5
 """Number of the first and of the latest steps over which a metric is averaged."""
 
@@ -110,7 +114,7 @@ class History:
             if self.facts.paid is not None and function not in self.facts.paid:
                 continue
             start, now = self.at_start(metric), self.now(metric)
-            if start is not None and now is not None and 0 <= min(start, now) and max(start, now) <= 1:
+            if start is not None and now is not None and min(start, now) >= 0 and max(start, now) <= 1:
                 yield function, actor, start, now
 
 

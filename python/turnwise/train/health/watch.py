@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.eval.evaluate import Evaluation
-from turnwise.train.health.answers import TIES
 from turnwise.train.health.diagnose import Diagnoser, begin
 from turnwise.train.health.diagnoses import tie_advice
+from turnwise.train.health.history import TIES
 from turnwise.train.model.policy import Policy
 from turnwise.types import TrainingBatch
 from turnwise.types.columns import TOKEN_ADVANTAGES
