@@ -29,7 +29,11 @@ RUNS = {
 }
 """Config and number of steps of each run."""
 
-LEFT_OUT = ("seconds", "tokens_per_second", "inference/", "validation", "learning_rate", "rss", "total_", "staleness")
+LEFT_OUT = (
+    *("seconds", "tokens_per_second", "inference/", "validation", "learning_rate", "rss", "total_", "staleness"),
+    *("hook_seconds", "user_code", "metric/gateway/"),
+)
+"""Beginnings of the metrics that no diagnosis reads."""
 
 
 def record(name: str) -> None:
@@ -39,8 +43,7 @@ def record(name: str) -> None:
         words = [f"--{key}={value}" for key, value in {**settings, "run_dir": f"{folder}/run"}.items()]
         subprocess.run([sys.executable, "-m", "turnwise", "train", str(ROOT / config), *words], check=True, cwd=ROOT)
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-        facts = Path(folder, "run", "diagnosis.json")
-        lines = [facts.read_text().strip()] if facts.exists() else []
+        lines = [Path(folder, "run", "diagnosis.json").read_text().strip()]
     kept = [{key: value for key, value in row.items() if not key.startswith(LEFT_OUT)} for row in rows if row["step"]]
     lines += [json.dumps({key: float(f"{value:.4g}") for key, value in row.items()}) for row in kept]
     TABLES.mkdir(exist_ok=True)

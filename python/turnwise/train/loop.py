@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -244,17 +244,20 @@ class Trainer:
             self.watch.weights(updated.trained, updated.moved)
             metrics |= self.arena.stages.trained()
         finally:  # also if a warning can't be written
-            self.count_step(batch, metrics)
+            self.count_step(batch, metrics, in_phase)
         return metrics
 
-    def count_step(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        """Count a step whose update has ended. From here on the run logs it, with ``metrics``, and saves it."""
+    def count_step(self, batch: TrainingBatch, metrics: dict[str, float], in_phase: Collection[str]) -> None:
+        """Count a step whose update of the policies ``in_phase`` has ended. From here on the run logs it, with
+        ``metrics``, and saves it."""
         self._last_step.complete(metrics)
         self.progress.step += 1
         self.progress.episodes += int(batch.metrics["episodes"])
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         metric = getattr(self.validation, "metric", None)
-        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes)
+        training = {name for name in in_phase if self.policies[name].trainable}
+        frozen = {actor.id for actor in self.arena.actors.values() if actor.policy not in training}
+        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes, frozen)
 
     async def sync_weights(self) -> None:
         """Send the weights of every policy that changed to the client.

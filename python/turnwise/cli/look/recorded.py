@@ -1,4 +1,4 @@
-"""The commands that read a run: ``view``, ``diagnose``, ``credit``, ``rescore``, ``replay``. ``status`` has its own file."""
+"""The commands that read a run: ``view``, ``diagnose``, ``credit``, ``rescore``, ``replay``. ``status`` has a file."""
 
 from __future__ import annotations
 
