@@ -48,8 +48,8 @@ CAUSES = {
     "stale": "was sampled by weights that are too old: raise loop.max_staleness, or sample fewer questions per step",
     "resample": "is of a question without information, and filter.dynamic_sampling_rounds found no better ones: ask "
     "easier or harder questions, or raise rollout.group_size",
-    "unpaid": "was not paid, as another actor's invalid action or the context ended the episode before: show that actor "
-    "the form of its answers, or pay each step (step_reward)",
+    "unpaid": "was not paid, as another actor's invalid action, or the context, ended the episode before: show that "
+    "actor the form of its answers, or pay each step (step_reward)",
     "failed": "failed, or its episode did: the errors are in rollouts.jsonl",
     "reward_error": "is of an episode that its rubric dropped: see meta.dropped in rollouts.jsonl",
     "aborted": "was aborted: see the client's own messages",
