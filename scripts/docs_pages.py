@@ -1,4 +1,4 @@
-"""Writes docs/api.md, configuration.md and metrics.md; as MkDocs hook, replaces the site's API page by whole docstrings.
+"""Writes docs/api.md, configuration.md, metrics.md; as MkDocs hook, replaces the site's API page by whole docstrings.
 
 `make docs` runs it. Without building the site: `PYTHONPATH=python .venv/bin/python scripts/docs_pages.py`.
 """
