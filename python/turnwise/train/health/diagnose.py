@@ -104,7 +104,7 @@ def facts_of(trainer: TrainerView) -> Facts:
     rubrics = [rubric for episode in trainer.arena.episodes.values() if (rubric := getattr(episode, "rubric", None))]
     known = all(hasattr(rubric, "names") for rubric in rubrics)
     paid = {name for rubric in rubrics if known for name, w in zip(rubric.names, rubric.weights, strict=True) if w}
-    success = trainer.arena.stages["answers"].success
+    success = getattr(trainer.arena.stages["answers"], "success", None)  # another may have taken its name
     return Facts(actors, len(trainer.policies) > 1, success, tuple(sorted(paid)) if rubrics and known else None)
 
 
