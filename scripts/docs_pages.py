@@ -1,4 +1,4 @@
-"""Writes docs/api.md and docs/configuration.md; as MkDocs hook, replaces the site's API page by whole docstrings.
+"""Writes docs/api.md, configuration.md, metrics.md; as MkDocs hook, replaces the site's API page by whole docstrings.
 
 `make docs` runs it. Without building the site: `PYTHONPATH=python .venv/bin/python scripts/docs_pages.py`.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import turnwise
 from turnwise.cli.look.config import list_sections
+from turnwise.train.log.names import groups
 
 ROOT = Path(__file__).parents[1]
 NOTE = "<!-- Written by scripts/docs_pages.py; `make docs` writes it again. -->"
@@ -54,8 +55,9 @@ def public_names() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def pages() -> dict[Path, str]:
-    """Write both pages; returns their texts by path."""
-    return {ROOT / "docs" / "api.md": api(), ROOT / "docs" / "configuration.md": configuration()}
+    """Write the pages; returns their texts by path."""
+    texts = {"api": api(), "configuration": configuration(), "metrics": metrics()}
+    return {ROOT / "docs" / f"{name}.md": text for name, text in texts.items()}
 
 
 def api(site: bool = False) -> str:
@@ -173,6 +175,25 @@ def configuration() -> str:
             name = key.name.removeprefix(f"{section.name}.")
             cells = (f"`{name}`", key.type, key.range, f"`{key.default}`", key.description)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def metrics() -> str:
+    """Write every metric of a run."""
+    lines = [
+        "# Metrics",
+        "",
+        NOTE,
+        "",
+        "Every metric of `metrics.jsonl`. Each is a mean, share or sum over what the third column names. Parts in",
+        "angle brackets stand for names; `<function>` is a reward function of the rubric, with the actor behind it:",
+        "`metric/solved/solver`. A run that leaves its healthy range says so if a [diagnosis](diagnosis.md) reads it.",
+    ]
+    for group in groups():
+        lines += ["", f"## {group.title}", "", *([group.text, ""] if group.text else [])]
+        lines += ["| metric | unit | over | healthy | meaning |", "|---|---|---|---|---|"]
+        for one in group.metrics:
+            lines.append(f"| `{one.name}` | {one.unit} | {one.over} | {one.healthy} | {one.meaning} |")
     return "\n".join(lines) + "\n"
 
 

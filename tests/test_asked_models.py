@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from turnwise.inference import TransformersClient
-from turnwise.run.checks import dry_run
+from turnwise.run.checks import check_config, dry_run, task_of
 from turnwise.run.models import TRIED, ask_models, describe_models
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train import attach_adapters, build_policies
@@ -108,6 +109,31 @@ def test_the_bytes_of_training_by_hand(folders: Any) -> None:
 def test_what_a_model_cant_do_is_refused_by_its_key(folders: Any, kind: str, how: Any, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         dry_run(config_of(folders, kind, **how))
+
+
+def test_a_template_that_shows_no_tools_is_refused_before_the_model_is_loaded(folders: Any, tmp_path: Path) -> None:
+    """The actor of ``lookup`` has a tool."""
+    assert "# credit.rule = 'task' is 'grpo' for task 'lookup'" in dry_run(config_of(folders, "llama"))
+    shutil.copytree(folders["llama"], tmp_path / "plain")
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    (tmp_path / "plain" / "chat_template.jinja").write_text(template)
+    config = config_of(folders, str(tmp_path / "plain"))
+    error = r"'policies.default.path' = '.*plain': actor 'solver' has tools, and the model's chat template renders no"
+    with pytest.raises(ConfigError, match=error):
+        dry_run(config)
+    (tmp_path / "plain" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=error):
+        check_config(config, task_of(config), warm=False)
+
+
+def test_a_dry_run_says_who_is_frozen_and_only_what_an_episode_serves(folders: Any) -> None:
+    actors = {"proposer": "default", "reviser": "judge"}
+    policies = {"default": {}, "judge": {"trainable": False}}
+    settings = {"task": "sudoku", "rollout": {"branches": 2}}
+    told = dry_run(config_from_dict({**settings, "actors": actors, "policies": policies}))
+    assert "# actor 'reviser' plays with policy 'judge', which is frozen: it does not train\n" in told
+    assert "# actor 'proposer' plays with policy 'default'\n" in told
+    assert "# rewards of episode 'lookup': invalid_cost = 0.0\n" in dry_run(config_of(folders, "llama"))
 
 
 def test_a_model_of_the_hub_is_not_downloaded(folders: Any) -> None:

@@ -6,10 +6,20 @@ import json
 
 import pytest
 
-from turnwise.arena import Arena, InvalidActionError, MultiTurnEpisode, Rubric, SingleTurnEpisode, TreeSampler, parsing
+from turnwise.arena import (
+    Arena,
+    Filters,
+    InvalidActionError,
+    MultiTurnEpisode,
+    Rubric,
+    SingleTurnEpisode,
+    TreeSampler,
+    parsing,
+)
 from turnwise.arena.episode import Episode
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.samples.collect import collect_samples
+from turnwise.samples.training_samples import training_samples
 from turnwise.types import Actor, EpisodeRequest
 
 
@@ -74,6 +84,10 @@ async def test_a_text_that_is_no_action_is_that_actors_failed_answer():
         ("left", 0, -1.0),
         ("left", 1, -1.0),
     ]
+    for step in rollout.steps:
+        step.advantage = 1.0
+    samples, drops = training_samples([result], Filters())
+    assert len(samples) == 2 and drops == {("right", "unpaid"): 1}, "it did not fail"
 
 
 async def test_the_reward_may_be_named_where_the_text_is_read():

@@ -75,7 +75,12 @@ def test_commands_that_look_import_neither_torch_nor_transformers(run_dir: Path,
     light = [["--help"], ["init", "--list"], ["status", run], ["status", run, "--json"], ["view", run]]
     light += [[name, "--help"] for name, command in COMMANDS.items() if not command.overrides and name != "bench"]
     configured = [([name, "--help"], 0) for name, command in COMMANDS.items() if command.overrides]
-    configured += [(["config"], 0), (["config", "update.lr"], 0), (["credit", run, "--rule", "grpo"], 0)]
+    configured += [
+        (["diagnose", run], 0),
+        (["config"], 0),
+        (["config", "update.lr"], 0),
+        (["credit", run, "--rule", "grpo"], 0),
+    ]
     configured += [(["demo", "--explain", "--out", str(tmp_path)], 0)]
     configured += [(["train", str(own), "--dry-run"], 0), (["train", str(own), "--update.lrr", "1"], 2)]
     assert len(light) + len(configured) > len(COMMANDS)

@@ -100,8 +100,8 @@ def test_the_command_line_and_a_dry_run_tell_the_mix():
     given = {"reward.alpha": "0.4", "reward.turn_shaping": "ramp", "eval.num_prompts": "2", "rollout.branches": "2"}
     config = load_config(None, given)
     told = dry_run(config)
-    assert "# rewards of episode 'sudoku': RewardMix(alpha=0.4, mode='weighted_sum', difference=0.0" in told
-    assert "invalid_cost=0.25" in told and "[reward]\nalpha = 0.4\nturn_shaping" in told
+    assert "# rewards of episode 'sudoku': alpha = 0.4, mode = 'weighted_sum', difference = 0.0" in told
+    assert "invalid_cost = 0.25" in told and "[reward]\nalpha = 0.4\nturn_shaping" in told
     with pytest.raises(ConfigError, match=r"'reward\.alpha' = '-1'|'reward\.alpha' = -1"):
         load_config(None, {"reward.alpha": "-1"})
 

@@ -50,5 +50,5 @@ async def test_the_rows_of_a_frozen_policy_and_of_untaught_actors_are_dropped(ma
     tie(trainer)
     await trainer.run()
     (row,) = lines_of(trainer.config.run_dir)
-    assert row["samples/first"] == row["without_advantage/equal_rewards"] == 12 and row["samples/second"] == 0
-    assert row["dropped/equal_rewards"] == 12
+    assert row["samples/first"] == row["without_advantage/equal_rewards"] == 12 and "samples/second" not in row
+    assert row["dropped/not_trainable"] == 12 and "dropped/equal_rewards" not in row

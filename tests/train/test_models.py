@@ -166,10 +166,18 @@ def test_policies_of_one_family_share_a_tokenizer_and_others_have_their_own(tmp_
         check_models({"a": PolicyConfig(path=unlike), "b": PolicyConfig(path=plain)}, never)
 
 
-def test_paths_that_can_not_be(tmp_path):
+def test_paths_that_can_not_be(tmp_path, monkeypatch):
     # A folder that is not there is told so.
     with pytest.raises(ConfigError, match=r"'policies.a.path' = '.*/none': there is no such folder"):
         check_models({"a": PolicyConfig(path=str(tmp_path / "none"))}, never)
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for path in ("models/none", "runs/one/policies/default"):
+        with pytest.raises(ConfigError, match=f"'policies.a.path' = '{path}': there is no such folder"):
+            check_models({"a": PolicyConfig(path=path)}, never)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"'nobody/none': there is no folder of this name, and as a name of the Hub"):
+        check_models({"a": PolicyConfig(path="nobody/none")}, never)
     # An instruction model is asked for.
     tokenizer = build_tokenizer(["abc"], vocab_size=270)
     tokenizer.chat_template = None

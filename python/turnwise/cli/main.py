@@ -297,6 +297,11 @@ COMMANDS: dict[str, Command] = {
         "Show how a run is doing, from the files in its folder alone.",
         (RUN_DIR, JSON),
     ),
+    "diagnose": Command(
+        "look.recorded:diagnose",
+        "Say what ails a run, finished or not, with a remedy and the recorded episodes that show it.",
+        (RUN_DIR, JSON),
+    ),
     "credit": Command(
         "look.recorded:credit",
         "Recompute the advantages of a run's recorded episodes with another credit rule, and show the differences.",

@@ -1,8 +1,8 @@
 """Writes a run as one HTML file (curves, config, episodes, processes), and reads its status.
 
-Read in this order: read, curves, page, rollouts, cluster, status, credit, trace, rescore.
+Read in this order: read, curves, page, rollouts, cluster, status, diagnose, credit, trace, rescore.
 May import: types, utils, samples, credit, arena.recording, arena.rewards, arena.stages,
-train, train.config, train.terms, train.log, train.checkpoint.
+train, train.config, train.terms, train.log, train.checkpoint, train.health.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from turnwise.report.cluster import BEGINS, parts_of_step, read_events, read_members
 from turnwise.report.read import parse_config, read_config_text
 from turnwise.train.checkpoint.listing import EXPORTED, list_checkpoints
-from turnwise.train.log.lines import TIME, count_lines, newest_lines
+from turnwise.train.log.lines import TIME, count_lines, newest_lines, read_rows
 from turnwise.train.run_lock import lock_holder
 from turnwise.utils.files import damage_named, read_json
 
@@ -31,8 +31,8 @@ LATE = 5.0
 SHORTEST = 60.0
 """Seconds below which no step is late."""
 
-_LONGEST = 200
-"""Characters of a line that are shown."""
+_LONGEST, DIAGNOSIS = 200, 600
+"""Characters of a line that are shown, and of the line of a diagnosis, which ends with its page."""
 
 
 @dataclass(slots=True)
@@ -232,17 +232,24 @@ def _warnings(status: Status, folder: Path) -> list[str]:
             latest = status.versions.get(policy, (version, version))[1]
             if version < latest - 1:
                 lines.append(f"{role.name} serves version {version} of {policy}, others {latest}")
-    if newest := next(newest_lines(warnings := folder / "warnings.jsonl"), None):
-        text = first_line(str(newest.row["warning"]))
-        lines.append(f"step {newest.row['step']}: {text} (the newest of {count_lines(warnings)} in {warnings.name})")
+    # Each diagnosis is one line, and there are few; of the other warnings the newest.
+    warnings, newest = folder / "warnings.jsonl", None
+    for row in read_rows(warnings):
+        if "diagnosis" in row:
+            lines.append(f"step {row['step']}: {first_line(str(row['warning']), DIAGNOSIS)}")
+        else:
+            newest = row
+    if newest is not None:
+        text = first_line(str(newest["warning"]))
+        lines.append(f"step {newest['step']}: {text} (the newest of {count_lines(warnings)} in {warnings.name})")
     return lines
 
 
-def first_line(text: str) -> str:
+def first_line(text: str, longest: int = _LONGEST) -> str:
     """Return the first line of ``text``, cut to a length, without the control characters of a terminal."""
     first = next(iter(text.strip().splitlines()), "")
     shown = "".join(char for char in first if char.isprintable())
-    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
+    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
 def duration(seconds: float) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from turnwise.arena import Episode
 from turnwise.arena.setup import mix_of
 from turnwise.arena.stages.auto_concurrency import auto_note
 from turnwise.run.clients import check_client
-from turnwise.run.models import check_vocabularies, describe_models
+from turnwise.run.models import check_tools, check_vocabularies, describe_models, tokenizer_here
 from turnwise.run.parts import FactsOfTask, build_stages, episodes_of, with_default_credit
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.ranks import expected_ranks
@@ -54,6 +55,9 @@ def check_config(
         tiny, remote = partial(tiny_model, config, task), config.learner.is_remote
         tokenizers = check_models(resolved.policies, tiny, adapts=not remote)
         check_vocabularies(resolved, actors, tiny)
+    with problems.gathered():
+        if tokenizers is not None:
+            check_tools(resolved, actors, tokenizers.__getitem__)
     with problems.gathered():
         if tokenizers is not None and note is not None:
             check_vocabulary(resolved, lambda: tokenizers)
@@ -119,6 +123,8 @@ def dry_run(config: TrainConfig) -> str:
     with problems.gathered():
         check_vocabularies(resolved, actors, tiny)
     with problems.gathered():
+        check_tools(resolved, actors, lambda name: tokenizer_here(resolved.policies[name].path, tiny))
+    with problems.gathered():
         check_warm_start(resolved, task, actors)
     with problems.gathered():
         models = [] if config.learner.is_remote else describe_models(resolved, tiny)
@@ -126,12 +132,36 @@ def dry_run(config: TrainConfig) -> str:
     if resolved.rollout.max_concurrency == "auto":
         notes.append(auto_note(resolved.cluster.has_engines or resolved.rollout.client == "vllm"))
     lines = [f"# {line}\n" for line in [*notes, *models]]
-    lines += [f"# actor {actor.id!r} plays with policy {actor.policy!r}\n" for actor in actors]
+    lines += [f"# {line}\n" for line in rules_of(config, task)]
+    for actor in actors:
+        frozen = "" if resolved.policies[actor.policy].trainable else ", which is frozen: it does not train"
+        lines.append(f"# actor {actor.id!r} plays with policy {actor.policy!r}{frozen}\n")
     lines += [f"# actor {name!r} is taught by policy {teacher!r}\n" for name, teacher in resolved.teachers().items()]
     for name, episode in episodes_of(config, task).items():
-        mix = mix_of(episode, config.reward.of_mix())
-        lines.append(f"# rewards of episode {name!r}: {mix}\n")
+        lines.append(f"# rewards of episode {name!r}: {describe_mix(episode, config.reward.of_mix())}\n")
     return "".join(lines) + to_toml(resolved)
+
+
+def rules_of(config: TrainConfig, task: Task) -> list[str]:
+    """Return a line for each credit rule that the config leaves to its task."""
+    lines = []
+    for name, part, one in (
+        [(name, part.task, config.of_task(name)) for name, part in task.parts.items()]
+        if isinstance(task, SeveralTasks)
+        else [(task.name, task, config)]
+    ):
+        if one.credit.rule == "task":
+            chosen = with_default_credit(part, one).credit
+            options = f", with the options {chosen.options}" if chosen.options else ""
+            lines.append(f"credit.rule = 'task' is {chosen.rule!r} for task {name!r}{options}")
+    return lines
+
+
+def describe_mix(episode: Episode, reward: Mapping[str, Any]) -> str:
+    """Return the settings of ``[reward]`` that an episode serves, as ``alpha = 1.0, mode = 'weighted_sum'``."""
+    refused, mix = episode.unserved_rewards(), mix_of(episode, reward)
+    served = {one.name: getattr(mix, one.name) for one in fields(mix) if one.name not in refused}
+    return ", ".join(f"{key} = {value!r}" for key, value in served.items() if value is not None) or "as its rubric says"
 
 
 def task_of(config: TrainConfig) -> Task:

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from turnwise.chat.formats import ChatError
+from turnwise.chat.known_formats import chat_format
+from turnwise.chat.tools import schemas
 from turnwise.inference.common.experts import find_experts
-from turnwise.inference.common.model_files import read_config, read_tokenizer
+from turnwise.inference.common.model_files import is_local, read_config, read_tokenizer
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.local.models import sampling_mode
 from turnwise.train.config.policies import PolicyConfig, sharing
@@ -73,6 +76,36 @@ def check_vocabularies(config: TrainConfig, actors: Sequence[Actor], tiny: Tiny)
             problems.append(problem(key, f"{why}: expected a model of the same tokenizer", value))
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_tools(config: TrainConfig, actors: Sequence[Actor], tokenizer_of: Callable[[str], Any]) -> None:
+    """Raise :class:`ConfigError` for each actor with tools whose model's chat template shows none.
+
+    ``tokenizer_of`` returns the tokenizer of a policy; ``None`` leaves it out.
+    """
+    problems = Problems()
+    for actor in actors:
+        if not actor.tools or (tokenizer := tokenizer_of(actor.policy)) is None:
+            continue
+        try:
+            chat_format(tokenizer, template_kwargs=actor.chat_template_kwargs).check_tools(schemas(actor.tools))
+        except ChatError as error:
+            why = (
+                f"actor {actor.id!r} has tools, and {str(error).removeprefix('tools: ').partition(', or renderer')[0]}"
+            )
+            problems.lines.append(problem(f"policies.{actor.policy}.path", why, config.policies[actor.policy].path))
+    problems.raise_any()
+
+
+def tokenizer_here(path: str, tiny: Tiny) -> Any:
+    """Return the tokenizer of a model; ``None`` if its files can't be read here, or have no chat template."""
+    if path == TINY:
+        return tiny()[0]
+    try:
+        tokenizer = read_tokenizer(path) if _is_here(path) else None
+    except (OSError, ValueError):  # which the check of the models tells
+        return None
+    return tokenizer if getattr(tokenizer, "chat_template", None) else None
 
 
 def _readers(config: TrainConfig, actors: Sequence[Actor]) -> Iterator[tuple[str, str, str, str]]:
@@ -205,7 +238,7 @@ def _held(
 
 def _is_here(path: str) -> bool:
     """Return True if the config under ``path`` can be read without a network."""
-    if path == TINY or path.startswith((".", "/", "~")):
+    if path == TINY or is_local(path):
         return True
     try:
         read_config(path, local_files_only=True)

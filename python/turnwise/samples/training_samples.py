@@ -15,6 +15,7 @@ from turnwise.types import CreditAssigner, ExplainedCredit, GenerateResult, Samp
 Reason = Callable[[GenerateResult, Step], bool]
 
 REASONS: dict[str, Reason] = {
+    "unpaid": lambda result, step: result.rollout.error is None and step.facts.unpaid,
     "failed": lambda result, step: result.rollout.error is not None or step.facts.error is not None,
     "resample": lambda result, step: result.rollout.facts.drop_reason == "resample",
     "over_quota": lambda result, step: result.rollout.facts.drop_reason == "over_quota",

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from turnwise.train.config.toml import CONFIG_FILE, to_toml
 from turnwise.train.eval.ablate import EvalSet, ablate, addition_metrics
 from turnwise.train.eval.evaluate import Evaluation, evaluate
 from turnwise.train.group_queue import check_step_not_overridden
+from turnwise.train.health.answers import Answers
 from turnwise.train.health.watch import Watch
 from turnwise.train.interrupt import StopNow, StopRequest
 from turnwise.train.last_step import LastStep
@@ -92,7 +93,8 @@ class Trainer:
         policies = self.learner.policies
         check_parts(arena, policies, config, validation)
         of_callbacks = (stage for callback in callbacks for stage in callback.stages)
-        arena.stages.bring([*of_callbacks, *stages_of_terms(config.loss, self.learner)])
+        measures = Answers(getattr(validation, "metric", None))
+        arena.stages.bring([measures, *of_callbacks, *stages_of_terms(config.loss, self.learner)])
         for stage in arena.stages:
             stage.attach(arena, self.learner)
         teachers_replace_rewards(policies, arena.stages.unrewarded)
@@ -242,17 +244,20 @@ class Trainer:
             self.watch.weights(updated.trained, updated.moved)
             metrics |= self.arena.stages.trained()
         finally:  # also if a warning can't be written
-            self.count_step(batch, metrics)
+            self.count_step(batch, metrics, in_phase)
         return metrics
 
-    def count_step(self, batch: TrainingBatch, metrics: dict[str, float]) -> None:
-        """Count a step whose update has ended. From here on the run logs it, with ``metrics``, and saves it."""
+    def count_step(self, batch: TrainingBatch, metrics: dict[str, float], in_phase: Collection[str]) -> None:
+        """Count a step whose update of the policies ``in_phase`` has ended. From here on the run logs it, with
+        ``metrics``, and saves it."""
         self._last_step.complete(metrics)
         self.progress.step += 1
         self.progress.episodes += int(batch.metrics["episodes"])
         self.progress.sampled_tokens += int(batch.metrics["sampled_tokens"])
         metric = getattr(self.validation, "metric", None)
-        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes)
+        training = {name for name in in_phase if self.policies[name].trainable}
+        frozen = {actor.id for actor in self.arena.actors.values() if actor.policy not in training}
+        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes, frozen)
 
     async def sync_weights(self) -> None:
         """Send the weights of every policy that changed to the client.
@@ -311,6 +316,7 @@ class Trainer:
         except BaseException:
             self.unwritten = {"step": self.progress.step, **metrics}
             raise
+        self.watch.logged(metrics)
 
     async def validate(self) -> dict[str, float]:
         """Measure success on the validation questions, and remember it for ``eval.target_success`` if it is known."""

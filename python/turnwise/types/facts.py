@@ -122,6 +122,8 @@ class StepFacts(_Facts):
     """Sampled greedily in a run that trains, so its tokens are no draws from the policy."""
     error: str | None = None
     """Why the step does not train although its episode is valid."""
+    unpaid: bool = False
+    """The episode ended before the step was paid: by another actor's invalid action, or at its context."""
     env_response: str | None = None
     """What the environment said to an action; ``None`` for a call that a hook made."""
     context: str | None = None

@@ -35,8 +35,10 @@ async def test_a_run_of_tied_groups_says_so_once_and_everywhere(make_trainer, ca
     told = (
         f"no sample trains: {calls} calls were dropped, {calls} equal_rewards. equal_rewards: the call earned the same"
     )
-    (warning,) = warnings_of(trainer)
+    warning, *diagnosed = warnings_of(trainer)
     assert warning[0] == 1 and warning[1].startswith(told) and "pay for partial success" in warning[1]
+    told = [(step, text.partition(" and ")[0]) for step, text in diagnosed]
+    assert told == [(3, f"actor {actor!r}: 100% of its groups tie") for actor in ("first", "second")]
     assert capsys.readouterr().out.replace("\n", " ").count("no sample trains") == 1
 
 
@@ -83,7 +85,8 @@ async def test_frozen_seats_and_other_phases_are_no_matter(make_two_policies):
     trainer = make_two_policies("run", PATIENCE + 1)
     pay(trainer, lambda state: state.data["share"] if state.current_actor == "first" else 0.0)
     await trainer.run()
-    assert all(row["samples/second"] == 0 for row in read_metrics(trainer.config.run_dir))
+    rows = read_metrics(trainer.config.run_dir)
+    assert all("samples/second" not in row and row["dropped/not_trainable"] == 12 for row in rows)
     assert not any("'second'" in warning for _, warning in warnings_of(trainer))
     other = make_two_policies("tied", 1)
     pay(other, lambda state: state.data["share"] if state.current_actor == "second" else 0.0)
@@ -95,9 +98,9 @@ async def test_frozen_seats_and_other_phases_are_no_matter(make_two_policies):
 
 
 def test_most_samples_lost_is_told_once_per_cause(make_trainer, random_batch):
-    """Except for questions that others stand in for."""
+    """Except for questions that others stand in for, and for ties, which a diagnosis tells."""
     trainer, batch, told = make_trainer(), random_batch(0, 9), []
-    replaced = {"not_trainable", "over_quota", "resample"}
+    replaced = {"not_trainable", "over_quota", "resample", "equal_rewards"}
     for cause in sorted(replaced | CAUSES.keys()):
         for lost in (9, 10, 30):
             batch.drops = {("first", cause): lost - 3, ("second", cause): 3}
@@ -124,26 +127,6 @@ async def test_ratios_that_explode_name_policy_value_and_rate(make_trainer, mini
     (warning,) = [text for _, text in warnings_of(trainer) if "ratio_max" in text]
     assert (
         warning.startswith("policy 'default': a token is ") and "at learning rate 0.3" in warning and advice in warning
-    )
-
-
-def test_an_actor_that_is_always_cut_off_is_told_of(make_trainer, random_batch):
-    trainer, batch = make_trainer(), random_batch(0, 9)
-    for share in [0.95] * (PATIENCE - 1) + [0.9] + [0.95] * (PATIENCE + 2):
-        batch.metrics = {"truncated/first": share, "truncated/second": 0.9, "truncated/frozen": 1.0}
-        trainer.watch.samples(batch, {"default"})
-    ((_, warning),) = warnings_of(trainer)
-    assert warning.startswith("95% of the completions of actor 'first' ran into their token limit")
-
-
-def test_calls_that_the_limit_cuts_are_told_of(make_trainer, random_batch):
-    trainer, batch = make_trainer(), random_batch(0, 9)
-    for share in (0.1, 0.25, 0.5):
-        batch.metrics = {"cut_calls/first": share}
-        trainer.watch.samples(batch, {"default"})
-    ((_, warning),) = warnings_of(trainer)
-    assert warning.startswith(
-        "the token limit cut a call of a tool in 25% of the answers of actor 'first' that call one"
     )
 
 

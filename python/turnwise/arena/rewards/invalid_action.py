@@ -96,7 +96,7 @@ def leave_out_unpaid(rollout: Rollout) -> None:
         paid = step.reward is not None or step.actor_id in rollout.rewards_of(step)
         ends_of_step = {end.get("ended") for end in led_to}
         if step.trainable and not paid and ends_of_step and ends_of_step <= {INVALID, CONTEXT}:
-            step.trainable = False
+            step.trainable, step.facts.unpaid = False, True
             step.facts.error = (
                 "the next prompt left no room in the context, which ended the episode before this was rewarded"
                 if CONTEXT in ends_of_step

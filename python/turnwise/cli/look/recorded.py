@@ -1,4 +1,4 @@
-"""The commands that read a run: ``view``, ``credit``, ``rescore``, ``replay``. ``status`` has a file of its own."""
+"""The commands that read a run: ``view``, ``diagnose``, ``credit``, ``rescore``, ``replay``. ``status`` has a file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def view(options: argparse.Namespace) -> int:
     say(path)
     if options.open:
         webbrowser.open(path.resolve().as_uri())
+    return EXIT_OK
+
+
+def diagnose(options: argparse.Namespace) -> int:
+    """Say what ails a run, with the episodes that show it."""
+    from turnwise.report.diagnose import diagnose_run, render, to_json
+
+    found = diagnose_run(options.run_dir)
+    say(to_json(found) if options.json else render(found))
     return EXIT_OK
 
 

@@ -18,6 +18,16 @@ HEADER_OF_TENSOR = 1 << 10
 """Bytes of that table for each tensor whose name is known, and for what else stands there."""
 
 
+def is_local(path: str) -> bool:
+    """Return True for what can be no ``owner/name`` of the Hub, or lies in a folder that is there: a folder's path.
+
+    Example: ``./model``, ``/data/model``, ``runs/one/policies/default``, and ``models/one`` if there is a folder
+    ``models``.
+    """
+    folder = Path(path).parent
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or (str(folder) != "." and folder.is_dir())
+
+
 def read_config(path: str, **options: Any) -> Any:
     """Return the configuration of a folder or of the Hub. Raises ``OSError`` or ``ValueError``."""
     from transformers import AutoConfig

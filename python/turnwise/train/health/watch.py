@@ -1,27 +1,26 @@
-"""Warns about problems that don't stop a run: no sample trains, an actor never trains, ratios explode.
+"""Warns about problems that don't stop a run: no sample trains, an actor never trains, ratios explode, and what the
+diagnoses find in the metrics.
 
-Each cause is reported once, with any ``[health]`` settings: on the console, in ``warnings.jsonl`` and in the report.
+Each cause is reported once, with any ``[health]`` settings: on the console, in ``warnings.jsonl``, in the report and by
+``turnwise status``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.eval.evaluate import Evaluation
+from turnwise.train.health.diagnose import Diagnoser, begin
+from turnwise.train.health.diagnoses import tie_advice
+from turnwise.train.health.history import TIES
 from turnwise.train.model.policy import Policy
 from turnwise.types import TrainingBatch
 from turnwise.types.columns import TOKEN_ADVANTAGES
 
 PATIENCE = 5
-"""Steps in a row without a training sample, or with nearly all completions cut off, until an actor is reported."""
-
-MAX_TRUNCATED = 0.9
-"""Largest share of an actor's completions that may reach their token limit."""
-
-MAX_CUT_CALLS = 0.1
-"""Largest share of an actor's answers with calls of tools whose last call may be cut by the token limit."""
+"""Steps in a row without a training sample until an actor is reported."""
 
 RATIO_BOUND = 20.0
 """Limit of the probability ratio of updated to sampling weights, per token; clipped losses keep it near 1."""
@@ -29,11 +28,13 @@ RATIO_BOUND = 20.0
 REPLACED = ("not_trainable", "over_quota", "resample")
 """Causes that lose no expected sample: seats that don't train, and questions replaced by others."""
 
+DIAGNOSED = ("equal_rewards",)
+"""Causes of which a diagnosis says more, once it knows why."""
+
 CAUSES = {
     "truncated": "ran into its token limit: raise rollout.max_tokens or the actor's own limit, or let such calls train "
     "(filter.drop_truncated = false)",
-    "equal_rewards": "earned the same as all calls of its group: ask easier or harder questions, raise "
-    "rollout.group_size or rollout.branches, or pay for partial success",
+    "equal_rewards": "earned the same as all calls of its group",
     "equal_step_rewards": "earned the same step reward as all calls of its group, while the rubric's rewards of their "
     "attempts differ: a call with a step reward doesn't train on the rubric's, so let step_reward return None, or add "
     "what the rubric pays",
@@ -47,6 +48,8 @@ CAUSES = {
     "stale": "was sampled by weights that are too old: raise loop.max_staleness, or sample fewer questions per step",
     "resample": "is of a question without information, and filter.dynamic_sampling_rounds found no better ones: ask "
     "easier or harder questions, or raise rollout.group_size",
+    "unpaid": "was not paid, as another actor's invalid action, or the context, ended the episode before: show that "
+    "actor the form of its answers, or pay each step (step_reward)",
     "failed": "failed, or its episode did: the errors are in rollouts.jsonl",
     "reward_error": "is of an episode that its rubric dropped: see meta.dropped in rollouts.jsonl",
     "aborted": "was aborted: see the client's own messages",
@@ -74,7 +77,7 @@ class Watch:
         self._reported: set[tuple[str, ...]] = set()
         self._idle: dict[str, Counter[str]] = {}
         self._steps_idle: Counter[str] = Counter()
-        self._steps_cut: Counter[str] = Counter()
+        self._diagnoser: Diagnoser | None = None
         self._without_gradient: set[str] = set()
 
     def samples(self, batch: TrainingBatch, in_phase: Collection[str]) -> None:
@@ -87,13 +90,12 @@ class Watch:
             if batch.policies[policy] in training
         )
         drops = {key: count for key, count in batch.drops.items() if policy_of.get(key[0]) in training}
-        self._step(trained.total(), drops)
+        ties = {kind: sum(_of_kind(batch.metrics, kind, trained.keys() | {key[0] for key in drops})) for kind in TIES}
+        self._step(trained.total(), drops, ties)
         self._advantages(batch, trained.total())
         acted = {*trained, *(actor for actor, cause in drops if cause != "not_trainable")}
         for actor in sorted(acted):
             self._actor(actor, trained[actor], drops, alone=len(acted) == 1)
-            self._truncation(actor, batch.metrics.get(f"truncated/{actor}", 0.0))
-            self._cut_calls(actor, batch.metrics.get(f"cut_calls/{actor}", 0.0))
 
     def updates(self, policy: Policy, measured: Mapping[str, float]) -> None:
         """Check the metrics of the updates of ``policy``."""
@@ -121,6 +123,14 @@ class Watch:
             cause = "its gradient is 0; are all advantages 0?" if flat else "is update.lr too small for its dtype?"
             self._warn(("moved", name, cause), f"policy {name!r}: an update changed no weight; {cause}")
 
+    def logged(self, metrics: Mapping[str, float]) -> None:
+        """Diagnose the run by the metrics of the step that was logged now; a resumed run knows the earlier ones."""
+        step = self._trainer.progress.step
+        if self._diagnoser is None:
+            self._diagnoser = begin(self._trainer, step - 1)
+        for found in self._diagnoser.add({**metrics, "step": step}):
+            self._trainer.log.warn(step, found.line, diagnosis=found.name, actor=found.actor)
+
     def validation(self, measured: Evaluation) -> None:
         """Check that no actor breaks more than it fixes, and that success is known.
 
@@ -140,7 +150,7 @@ class Watch:
                     step=self._trainer.progress.step,
                 )
 
-    def _step(self, trained: int, drops: Mapping[tuple[str, str], int]) -> None:
+    def _step(self, trained: int, drops: Mapping[tuple[str, str], int], ties: dict[str, float]) -> None:
         counts: Counter[str] = Counter()
         for (_, cause), count in drops.items():
             counts[cause] += count
@@ -148,10 +158,13 @@ class Watch:
         if not trained:
             main = next(iter([*lost.most_common(1), *counts.most_common(1)]), ("", 0))[0]
             text = f"{counts.total()} calls were dropped, {_listed(counts)}" if counts else "no actor that trains acted"
-            self._warn(("nothing", main), f"no sample trains: {text}{_advice(main)}")
+            why = f": {said}" if main in DIAGNOSED and (said := tie_advice(ties)) else ""
+            self._warn(("nothing", main), f"no sample trains: {text}{_advice(main)}{why}")
             self._reported.add(("half", main))
         elif lost.total() > trained:
             main = lost.most_common(1)[0][0]
+            if main in DIAGNOSED:
+                return
             text = f"{lost.total()} of {lost.total() + trained} samples were dropped, {_listed(lost)}"
             self._warn(("half", main), text + _advice(main))
 
@@ -181,29 +194,17 @@ class Watch:
                 f"{causes.total()} calls were dropped, {_listed(causes)}{advice}",
             )
 
-    def _truncation(self, actor: str, share: float) -> None:
-        self._steps_cut[actor] = self._steps_cut[actor] + 1 if share > MAX_TRUNCATED else 0
-        if self._steps_cut[actor] == PATIENCE:
-            self._warn(
-                ("truncation", actor),
-                f"{share:.0%} of the completions of actor {actor!r} ran into their token limit, as most did for "
-                f"{PATIENCE} steps: raise rollout.max_tokens or the actor's own limit; if they ended by themselves "
-                "before, the policy has collapsed: lower update.lr",
-            )
-
-    def _cut_calls(self, actor: str, share: float) -> None:
-        if share > MAX_CUT_CALLS:
-            self._warn(
-                ("cut calls", actor),
-                f"the token limit cut a call of a tool in {share:.0%} of the answers of actor {actor!r} that call one, "
-                "so its agent never got it: raise task_options.max_tokens, rollout.max_tokens or the actor's own limit",
-            )
-
     def _warn(self, key: tuple[str, ...], text: str, step: int | None = None) -> None:
         """Warn about ``step``, by default the present one, which is not counted yet."""
         if key not in self._reported:
             self._reported.add(key)
             self._trainer.log.warn(self._trainer.progress.step + 1 if step is None else step, text)
+
+
+def _of_kind(metrics: Mapping[str, float], kind: str, actors: Iterable[str]) -> Iterator[float]:
+    """Yield the number of groups of each of ``actors`` that tied for this reason."""
+    for actor in actors:
+        yield metrics.get(f"groups/compared/{actor}", 0.0) * metrics.get(f"groups/{kind}/{actor}", 0.0)
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +24,28 @@ if TYPE_CHECKING:
     from turnwise.arena import Episode
 
 
+NOT_TRAINABLE = "not_trainable"
+"""Cause of calls that are not there to train."""
+
+
 def summarize(
     batch: TrainingBatch,
     results: Sequence[GenerateResult],
     metric: str | None,
     episodes: Mapping[str, Episode] | None = None,
+    frozen: Collection[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of one step: the batch's own, rewards, success, and counts of samples.
 
     Rewards are means over steps, overall and by actor, with every branch of a tree. ``success`` is the mean of
     ``metric`` while sampling. It is named ``success_selected`` if a tree in ``episodes`` continues the branches with
     the highest rewards: then it measures the best of N at each node, not the policy itself. The counts are the samples
-    that train, overall and by actor, and those that were dropped, by cause.
+    that train, overall and by actor, and those that were dropped, by cause. All calls of the actors that are ``frozen``
+    in this step count as ``not_trainable``.
     """
     # Rewards of all steps, overall and by actor.
-    trained = Counter(batch.actors[index] for index in batch.actor_index)
+    rows = Counter(batch.actors[index] for index in batch.actor_index)
+    trained = Counter({actor: count for actor, count in rows.items() if actor not in frozen})
     steps = [step for top in results for result in top.walk() for step in result.rollout.steps]
     rewards: dict[str, list[float]] = {}
     for step in steps:
@@ -54,10 +61,13 @@ def summarize(
         selected = any(sampler is not None and sampler.favours for sampler in samplers)
         summary["success_selected" if selected else "success"] = batch.metrics[f"metric/{metric}"]
     # Counts; an actor whose samples were all dropped counts as 0.
-    summary |= {f"dropped/{cause}": count for cause, count in batch.dropped.items()}
-    actors = dict.fromkeys([*batch.actors, *(actor for actor, cause in batch.drops if cause != "not_trainable")])
-    summary |= {f"samples/{actor}": trained.get(actor, 0) for actor in actors}
-    return {**batch.metrics, **summary, "samples": len(batch)}
+    drops = Counter[str]()
+    for (actor, cause), count in [*batch.drops.items(), *(((actor, NOT_TRAINABLE), rows[actor]) for actor in frozen)]:
+        drops[NOT_TRAINABLE if actor in frozen else cause] += count
+    summary |= {f"dropped/{cause}": count for cause, count in drops.items() if count}
+    actors = dict.fromkeys([*batch.actors, *(actor for actor, cause in batch.drops if cause != NOT_TRAINABLE)])
+    summary |= {f"samples/{actor}": trained.get(actor, 0) for actor in actors if actor not in frozen}
+    return {**batch.metrics, **summary, "samples": trained.total()}
 
 
 def staleness(results: Sequence[GenerateResult], versions: Mapping[str, int]) -> dict[str, float]:

@@ -153,10 +153,10 @@ class RunLog:
         """Show how many optimizer updates of the present batch are done."""
         self.bars.stage("updates", done, total)
 
-    def warn(self, step: int, text: str) -> None:
-        """Print a warning about ``step``, and append it to ``warnings.jsonl``, which the report shows."""
+    def warn(self, step: int, text: str, **facts: Any) -> None:
+        """Print a warning about ``step``, and append it to ``warnings.jsonl`` with ``facts``; the report shows it."""
         self.note(f"step {step}: {text}")
-        append_lines(self.folder / "warnings.jsonl", [{"step": step, "warning": text}])
+        append_lines(self.folder / "warnings.jsonl", [{"step": step, "warning": text, **facts}])
 
     def warm_start(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the measurements of a warm start so far to ``warm_start.jsonl``, unless no metrics are written."""

@@ -23,6 +23,7 @@ from turnwise.chat.templates import use_template
 from turnwise.chat.tokenizers import keep_ends
 from turnwise.inference.common.hf_model import recompute_layers
 from turnwise.inference.common.model_files import (
+    is_local,
     make_model,
     read_config,
     read_generation_config,
@@ -42,6 +43,8 @@ from turnwise.utils.values import problem
 
 TINY = "tiny"
 """The ``path`` of a model that is built from scratch."""
+
+NO_FOLDER = "there is no such folder"
 
 Tiny = Callable[[], tuple[Any, nn.Module]]
 """Builds the tokenizer and the tiny model; every call returns equal ones."""
@@ -81,8 +84,12 @@ def check_models(policies: Mapping[str, PolicyConfig], tiny: Tiny, *, adapts: bo
                 for mended in check_savable(whole, generation, loaded):
                     warnings.warn(problem(key, mended, path), RuntimeWarning, stacklevel=2)
         except (OSError, ValueError) as error:
-            folder = "there is no such folder" if path.startswith((".", "/", "~")) and not Path(path).exists() else ""
-            problems.append(problem(key, folder or str(error).strip().splitlines()[0], path))
+            why = str(error).strip().splitlines()[0]
+            if not Path(path).exists():
+                why = (
+                    NO_FOLDER if is_local(path) else f"there is no folder of this name, and as a name of the Hub: {why}"
+                )
+            problems.append(problem(key, why, path))
             continue
         if template is not None:
             try:

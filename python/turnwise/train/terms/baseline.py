@@ -64,6 +64,7 @@ class OptimalTokenBaseline(Term):
     name = "baseline"
     effect = "replaces"
     settings = MappingProxyType({"loss": BaselineSettings})
+    described = (("token_baseline", "reward", "trained tokens", "", "mean baseline of a token"),)
     needs = NOTHING
 
     def is_on(self, config: Any) -> bool:

@@ -110,6 +110,11 @@ class Observations(Term):
     name = "observations"
     after = ("policy_loss",)
     settings = MappingProxyType({"loss": ObservationSettings})
+    described = (
+        (MEAN, "nats per token", "observed tokens", "falls", "cross entropy of observations"),
+        (COUNT, "tokens", "step", "", "observed tokens"),
+        ("observations/unmatched/<actor>", "count", "step", "0", "calls whose observation has other tokens"),
+    )
     weights = MappingProxyType({MEAN: COUNT})
     trains_alone = True
 

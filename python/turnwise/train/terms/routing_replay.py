@@ -143,6 +143,10 @@ class RoutingReplay(Term):
     name = "routing_replay"
     effect = None
     settings = MappingProxyType({"rollout": ReplaySettings})
+    described = (
+        ("routing/replayed", "share", "tokens", "1", "tokens whose experts were replayed"),
+        ("routing/conflicts", "share", "replayed tokens", "0", "rows that disagree about an expert"),
+    )
     requires = MappingProxyType({NAME: KEY})
     needs = NOTHING
 

@@ -82,6 +82,8 @@ class Term:
     """Names of the terms after and before which the list must have it."""
     settings: ClassVar[Mapping[str, type[Section]]] = MappingProxyType({})
     """Config fields that it adds, by section; its line is then in :mod:`turnwise.train.config.features`."""
+    described: ClassVar[tuple[tuple[str, str, str, str, str], ...]] = ()
+    """Its metrics for ``docs/metrics.md``: name, unit, what they are over, healthy range, meaning."""
     requires: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Columns that the client returns if its option of that name is on, each with the config key that asks for it."""
     weights: ClassVar[Mapping[str, str]] = MappingProxyType({})
