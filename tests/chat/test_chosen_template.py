@@ -8,10 +8,15 @@ import pytest
 
 from turnwise.chat.formats import ChatFormat
 from turnwise.chat.templates import EXAMPLE_TOOL, template_text, use_template
+from turnwise.integrations.mcp import MCPServer
+from turnwise.run.checks import dry_run
+from turnwise.run.models import check_tools
 from turnwise.tasks.tiny import build_model, build_tokenizer
 from turnwise.train.config.policies import PolicyConfig
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.loading import check_models
+from turnwise.train.validate import config_from_dict
+from turnwise.types import Actor
 
 from .families import chat_tokenizer
 
@@ -86,3 +91,30 @@ def test_a_template_that_does_not_fit_is_refused(given, words, tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"policies\.one\.chat_template.*") as error:
         check_models({"one": PolicyConfig(chat_template=given)}, lambda: (build_tokenizer(["abc"]), None))
     assert words in str(error.value)
+
+
+def test_a_dry_run_asks_the_template_that_is_chosen(tmp_path):
+    plain = chat_tokenizer("template")
+    plain.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    for part in (plain, build_model(plain, num_hidden_layers=1)):
+        part.save_pretrained(tmp_path / "model")
+    model = {"path": str(tmp_path / "model")}
+
+    def asked(**more):
+        return dry_run(
+            config_from_dict({"task": "lookup", "rollout": {"group_size": 2}, "policies": {"default": model | more}})
+        )
+
+    with pytest.raises(ConfigError, match="actor 'solver' has tools, and the model's chat template renders no tools"):
+        asked()
+    with pytest.raises(ConfigError, match=r"policies\.default\.chat_template' = 'chatlm': expected a file"):
+        asked(chat_template="chatlm")
+    asked(chat_template="chatml")
+
+
+def test_a_server_s_tools_need_a_template_that_shows_tools(tokenizer):
+    config, server = config_from_dict({}), Actor("solver", tools=[MCPServer(command=["no-such-server"])])
+    check_tools(config, [server], lambda policy: tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(ConfigError, match="actor 'solver' has tools"):
+        check_tools(config, [server], lambda policy: tokenizer)

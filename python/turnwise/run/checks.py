@@ -12,7 +12,7 @@ from turnwise.arena import Episode
 from turnwise.arena.setup import mix_of
 from turnwise.arena.stages.auto_concurrency import auto_note
 from turnwise.run.clients import check_client
-from turnwise.run.models import check_tools, check_vocabularies, describe_models, tokenizer_here
+from turnwise.run.models import check_templates, check_tools, check_vocabularies, describe_models, tokenizer_here
 from turnwise.run.parts import FactsOfTask, build_stages, episodes_of, with_default_credit
 from turnwise.run.policy_sharing import resolve_policies
 from turnwise.run.ranks import expected_ranks
@@ -123,7 +123,9 @@ def dry_run(config: TrainConfig) -> str:
     with problems.gathered():
         check_vocabularies(resolved, actors, tiny)
     with problems.gathered():
-        check_tools(resolved, actors, lambda name: tokenizer_here(resolved.policies[name].path, tiny))
+        check_templates(resolved, tiny)
+    with problems.gathered():
+        check_tools(resolved, actors, lambda name: tokenizer_here(resolved.policies[name], tiny))
     with problems.gathered():
         check_warm_start(resolved, task, actors)
     with problems.gathered():

@@ -12,6 +12,7 @@ from torch import nn
 
 from turnwise.chat.formats import ChatError
 from turnwise.chat.known_formats import chat_format
+from turnwise.chat.templates import EXAMPLE_TOOL, use_template
 from turnwise.chat.tools import schemas
 from turnwise.inference.common.experts import find_experts
 from turnwise.inference.common.model_files import is_local, read_config, read_tokenizer
@@ -24,7 +25,7 @@ from turnwise.train.model.forward import LAYOUTS
 from turnwise.train.model.loading import TINY, Tiny, attach_adapters, check_targets, load_model, load_models
 from turnwise.train.model.support import ModelFacts, facts_of
 from turnwise.train.terms.registry import check_term_models
-from turnwise.types import Actor
+from turnwise.types import Actor, ToolSource
 from turnwise.utils.values import problem
 
 TRIED = 50_000_000
@@ -88,7 +89,9 @@ def check_tools(config: TrainConfig, actors: Sequence[Actor], tokenizer_of: Call
         if not actor.tools or (tokenizer := tokenizer_of(actor.policy)) is None:
             continue
         try:
-            chat_format(tokenizer, template_kwargs=actor.chat_template_kwargs).check_tools(schemas(actor.tools))
+            # A source of tools, such as a server, tells them once it runs: any tool shows whether the template can.
+            own = schemas([tool for tool in actor.tools if not isinstance(tool, ToolSource)])
+            chat_format(tokenizer, template_kwargs=actor.chat_template_kwargs).check_tools(own or [EXAMPLE_TOOL])
         except ChatError as error:
             why = (
                 f"actor {actor.id!r} has tools, and {str(error).removeprefix('tools: ').partition(', or renderer')[0]}"
@@ -97,15 +100,36 @@ def check_tools(config: TrainConfig, actors: Sequence[Actor], tokenizer_of: Call
     problems.raise_any()
 
 
-def tokenizer_here(path: str, tiny: Tiny) -> Any:
-    """Return the tokenizer of a model; ``None`` if its files can't be read here, or have no chat template."""
+def check_templates(config: TrainConfig, tiny: Tiny) -> None:
+    """Raise :class:`ConfigError` for each ``chat_template`` that doesn't fit a tokenizer on this machine."""
+    problems = Problems()
+    for name, policy in config.policies.items():
+        if policy.chat_template is not None and (tokenizer := _tokenizer_at(policy.path, tiny)) is not None:
+            try:
+                use_template(tokenizer, policy.chat_template)
+            except (OSError, ValueError) as error:
+                problems.lines.append(problem(f"policies.{name}.chat_template", str(error), policy.chat_template))
+    problems.raise_any()
+
+
+def tokenizer_here(policy: PolicyConfig, tiny: Tiny) -> Any:
+    """Return the tokenizer of a policy; ``None`` if its files can't be read here, or it has no chat template."""
+    tokenizer = _tokenizer_at(policy.path, tiny)
+    if tokenizer is not None and policy.chat_template is not None:
+        try:
+            use_template(tokenizer, policy.chat_template)
+        except (OSError, ValueError):  # which check_templates tells
+            return None
+    return tokenizer if getattr(tokenizer, "chat_template", None) else None
+
+
+def _tokenizer_at(path: str, tiny: Tiny) -> Any:
     if path == TINY:
         return tiny()[0]
     try:
-        tokenizer = read_tokenizer(path) if _is_here(path) else None
+        return read_tokenizer(path) if _is_here(path) else None
     except (OSError, ValueError):  # which the check of the models tells
         return None
-    return tokenizer if getattr(tokenizer, "chat_template", None) else None
 
 
 def _readers(config: TrainConfig, actors: Sequence[Actor]) -> Iterator[tuple[str, str, str, str]]:

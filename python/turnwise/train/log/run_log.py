@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import takewhile
@@ -197,7 +197,7 @@ def _nothing() -> None: ...
 
 def _of_each_question(results: Sequence[GenerateResult]) -> list[GenerateResult]:
     """Sort ``results``: first one of each question, then a second of each, and so on."""
-    seen = Counter[str]()
+    seen = Counter[Hashable]()
     rounds = []
     for result in results:
         rounds.append(seen[result.group_id])
