@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from turnwise.run import start
 from turnwise.run.build import build_run, train_from_config
 from turnwise.run.checks import dry_run
 from turnwise.train.config.schema import TrainConfig
-from turnwise.train.config.toml import ConfigError
+from turnwise.train.config.toml import ConfigError, to_toml
 from turnwise.train.model.weights import named_weights
 from turnwise.train.validate import config_from_dict
 from turnwise.types.short_prompts import whole_steps
@@ -222,3 +225,18 @@ def test_two_processes_train_two_families(tmp_path: Path, families: tuple[str, s
         got = dict(named_weights(read_model(str(folder), torch.float32)))
         assert max(float((got[key] - value).abs().max()) for key, value in policy.weights()) <= 1e-5
         assert AutoTokenizer.from_pretrained(folder).get_vocab() == one.arena.tokenizer_of(name).get_vocab()
+
+
+@pytest.mark.slow
+@pytest.mark.needs("ray")
+def test_a_cluster_has_a_pool_for_each_family(tmp_path: Path, families: tuple[str, str]) -> None:
+    pools = {name: {"engine": "transformers", "policies": [name], "cpus": 0.3} for name in PAIR}
+    cluster = {"backend": "ray", "learner": {"cpus": 0.5}, "engines": pools, "arena": {"count": 1, "cpus": 0.3}}
+    changes = {"cluster": cluster, "filter": {"drop_zero_advantage": False}, "loss": {"entropy_coef": 0.01}}
+    (tmp_path / "run.toml").write_text(to_toml(config_of(tmp_path / "run", families, **changes)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "turnwise", "train", str(tmp_path / "run.toml")]
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    for row in rows_of(tmp_path / "run")[-2:]:
+        assert all(row[f"{name}/sampler_trainer_logprob_max_diff"] < 1e-4 and row[f"{name}/updates"] for name in PAIR)
+        assert {row[f"cluster/version/engine-{name}-0/{name}"] for name in PAIR} == {row["step"]}
