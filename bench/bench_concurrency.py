@@ -309,7 +309,7 @@ async def vllm_rows() -> list[dict[str, Any]]:
     rows = []
     try:
         await play_with_vllm(client, 32, 99, 64)  # warms up
-        for seed, limit in enumerate(("auto", 32, 1024, "auto")):
+        for seed, limit in enumerate(("auto", 32, 256, 1024, "auto")):
             row = {"method": named(limit), **await play_with_vllm(client, limit, seed)}
             print(row, flush=True)
             rows.append(row)
