@@ -49,8 +49,9 @@ WHEELS = (
 PROGRAMS = ("nvcc", "cmake", "ninja")
 PLACES = (str(Path(sys.executable).parent), "/usr/local/cuda/bin")  # searched after the PATH
 # Benches that use no GPU or several, exceed a stage's time, or need a package that the image lacks.
-NO_GPU = {"arena", "constrained", "gateway", "growth", "long_chat", "long_tail", "publish", "routing", "sharded",
-          "state", "train", "trie", "inference", "real_model", "trl", "verl"}  # fmt: skip
+NO_GPU = {"arena", "changed_weights", "compaction", "concurrency", "constrained", "gateway", "growth", "inference",
+          "long_chat", "long_tail", "publish", "real_model", "routing", "sharded", "state", "train", "trie", "trl",
+          "verl"}  # fmt: skip
 SECONDS = 420  # for a part: two parts and the start of a machine fit into 15 minutes
 # Beside one another, processes with a thread for each core take most of the time from one another.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -286,7 +286,7 @@ class SimulatedTrainer(Trainer):
         self.ends.append(asyncio.get_running_loop().time())
         self.policy.version += 1
         metrics: dict[str, float] = {}
-        self.count_step(batch, metrics)
+        self.count_step(batch, metrics, self.policies)
         return metrics
 
     async def run_off_event_loop(self, work: Callable[..., T], *arguments: Any) -> T:
