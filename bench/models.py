@@ -3,7 +3,7 @@
 Each samples, trains two steps, resumes after the first one bit for bit, and is exported and read again: in float32 and
 bfloat16, all weights and an adapter.
 
-    python bench/models.py                       # all, into bench/results/models.json and the table of docs/training.md
+    python bench/models.py                       # all, into bench/results/models.json and the table of docs/models.md
     python bench/models.py llama mamba           # prints these
     python bench/models.py llama mamba --write   # and replaces their rows
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).resolve().parent
-RESULT, PAGE = HERE / "results" / "models.json", HERE.parent / "docs" / "training.md"
+RESULT, PAGE = HERE / "results" / "models.json", HERE.parent / "docs" / "models.md"
 Row = dict[str, Any]
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -232,7 +232,7 @@ def _digits() -> Any:
 
 
 def text_of(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The table of docs/training.md."""
+    """The table of docs/models.md."""
     lines = ["| `model_type` | rows | log-probs from | sampled here | trains |", "|---|---|---|---|---|"]
     for row in rows:
         ways = row["ways"]

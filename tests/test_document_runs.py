@@ -28,9 +28,9 @@ ELSEWHERE = {
     "agents.md 7": "starts Qwen Code",
     "cluster.md 1": "starts a Ray cluster with GPUs",
     "environments.md 6": "talks to an OpenEnv server",
-    "inference.md 1": "talks to a vLLM server",
+    "servers.md 1": "talks to a vLLM server",
     "policies.md 4": "takes models of two families",
-    "inference.md 2": "talks to three vLLM servers",
+    "servers.md 2": "talks to three vLLM servers",
     "other_trainers.md 1": "is a config of PRIME-RL",
     "tinker.md 1": "talks to a Tinker server",
     "tinker.md 2": "talks to a Tinker server",
@@ -69,7 +69,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "policies.md 3": {"policy_sharing": "model_per_actor"},
     "policies.md 5": {"actors": {"reviser": {"teacher": "big"}}},
     "policies.md 6": {"task": "lookup"},
-    "training.md 2": {"task": "scored:Scored"},
+    "models.md 1": {"task": "scored:Scored"},
     "trees.md 2": {"task": "sudoku"},
 }
 """What a page says in words: the task whose actors or rewards its block names."""
