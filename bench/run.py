@@ -3,6 +3,7 @@
 python bench/run.py                       # every bench, tables to stdout
 python bench/run.py policy_loss --json    # one, its rows as JSON lines
 python bench/run.py --report              # and bench/results/<date>-<machine>.{md,json}
+python bench/run.py --readme              # those behind README's figures, with a report
 """
 
 from __future__ import annotations
@@ -25,6 +26,22 @@ NAMES = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.p
 NARROWER = {"policy_loss": {"TURNWISE_ISA": "avx2"}}
 
 
+SHORT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "ops": (("policy_loss", "group_advantage"), ("csrc/ops", "python/turnwise/ops")),
+    "head": (("linear_logprob",), ("python/turnwise/ops/head",)),
+    "state": (("state",), ("csrc/state", "python/turnwise/state")),
+    "trie": (("trie",), ("python/turnwise/train/model", "csrc/ops")),
+    "train": (("train",), ("python/turnwise/train/update", "python/turnwise/train/learner")),
+    "real-model": (("real_model",), ("python/turnwise/train/update", "python/turnwise/inference/local")),
+    "arena": (("arena",), ("python/turnwise/arena", "python/turnwise/chat", "python/turnwise/samples")),
+    "long-chat": (("long_chat",), ("python/turnwise/arena", "python/turnwise/chat")),
+}
+"""Of each file of results that "In short" of docs/benchmarks.md names: its benches, and the code that they measure."""
+
+MOST_DAYS = 30
+"""Days that code may be newer than a row of "In short" that measures it. A test fails beyond."""
+
+
 class Outcome(NamedTuple):
     """One bench's run: printed tables, JSON rows and the failure, if any."""
 
@@ -40,6 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON lines, and no tables")
     parser.add_argument("--report", action="store_true", help="write <date>-<machine>.md and .json into --out")
+    parser.add_argument("--readme", action="store_true", help="the benches behind README's figures, with --report")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the report")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
@@ -47,6 +65,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the smallest size alone")
     parser.add_argument("--limit", type=float, default=900, help="seconds that one bench may take (default 900)")
     options = parser.parse_args(arguments)
+    if options.readme:
+        options.names, options.report = [name for benches, _ in SHORT.values() for name in benches], True
     if unknown := [name for name in options.names if name not in NAMES]:
         parser.error(f"no bench is called {unknown[0]!r}: expected some of {', '.join(NAMES)}")
     return options
