@@ -87,6 +87,21 @@ def test_the_head_tells_whose_success_it_is_and_what_the_run_was_warned_of(page)
     assert page.locator("#head .warnings li").all_inner_texts() == told
 
 
+def test_the_head_says_what_was_learned_and_leads_to_episodes(page):
+    told = page.locator("#head .learned").inner_text()
+    assert re.search(r"Validation went from [\d.]+% at step 0 to [\d.]+% at step 3\. Held-out success is [\d.]+%", told)
+    assert re.search(r"It took [\d,]+ sampled tokens and [\d.]+ minutes", told)
+    page.evaluate(
+        """() => {
+          const run = JSON.parse(document.getElementById("data").textContent);
+          document.getElementById("head").replaceChildren(...headView({ ...run, changed: [0, 1] }));
+        }"""
+    )
+    page.locator("#head .learned a").last.click()
+    page.locator("[data-tab=episodes][aria-selected=true]").wait_for()
+    assert page.locator(".list [aria-current=true]").get_attribute("data-index") == "1"
+
+
 def test_curves_are_drawn(page):
     families = page.locator(".chart").evaluate_all("charts => charts.map(chart => chart.dataset.family)")
     assert families[0] == "validation" and {"reward", "step_reward", "loss", "grad_norm"} <= set(families)

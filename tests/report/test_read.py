@@ -10,11 +10,12 @@ import tracemalloc
 import pytest
 
 from turnwise.report import ReportLimits, read_rollouts, read_run
-from turnwise.report.curves import spread
+from turnwise.report.curves import most_changed, spread
 from turnwise.report.read import choose
 from turnwise.train.log.run_log import RunLog
 from turnwise.types import GenerateResult, Rollout
 
+from ..trained import rows_of
 from .hand_made import HOSTILE, chat_run
 
 
@@ -135,6 +136,23 @@ def test_a_real_run(real_run):
     assert {"handed", "changed", "wrong", "fixed", "right"} <= added["actors"]["reviser"].keys()
     step = run["episodes"][0]["steps"][0]
     assert "".join(step["tokens"]).removesuffix("<|end|>") == step["text"]
+
+
+def test_what_was_learned_and_what_it_cost(real_run, team):
+    run = read_run(real_run)
+    (first, _), (last, end) = run["learned"]["validations"]
+    assert (first, last, end) == (0, 3, run["curves"]["series"]["validation"][3])
+    assert run["learned"]["held_out"]["success"] == team.evaluation.success and run["cost"]["seconds"] > 0
+    assert run["cost"]["tokens"] == sum(row["sampled_tokens"] for row in rows_of(real_run) if "sampled_tokens" in row)
+
+
+def test_the_episodes_between_which_most_was_gained():
+    def played(step, reward, question="q", error=None):
+        return {"step": step, "rewards": {"a": reward}, "artifact": question, "error": error}
+
+    episodes = [played(1, 0.5), played(1, 0.0, "other"), played(5, 1.0), played(9, 0.75), played(9, 9.0, error="boom")]
+    assert most_changed(episodes) == [0, 3], "of one question, the newest third"
+    assert most_changed(episodes[1:4]) == [0, 2] and most_changed(episodes[2:3]) is most_changed([]) is None
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.report.cluster import StepTimes
+from turnwise.report.cluster import StepTimes, parts_of_step
 from turnwise.train.log.lines import TIME, parse_line, read_lines
 from turnwise.utils.files import open_regular
 
@@ -24,12 +24,15 @@ class ShownMetrics:
     ``curves`` are ``{"rows": n, "step": [...], "series": {metric: [value or None]}}``. ``contributions`` are what each
     actor added at the last validation that measured it, ``None`` if none did:
     ``{"step": 20, "actors": {"reviser": {"handed": 40.0, "changed": 0.25, "without": 0.55}}}`` from the metrics
-    ``validation/<actor>/<measure>``.
+    ``validation/<actor>/<measure>``. ``validations`` are the first and the last one, each ``[step, success]``.
+    ``cost`` sums the sampled tokens and the seconds of sampling, updates and syncs.
     """
 
     times: StepTimes
     curves: dict[str, Any] = field(default_factory=lambda: {"rows": 0, "step": [], "series": {}})
     contributions: dict[str, Any] | None = None
+    validations: list[list[float]] = field(default_factory=list)
+    cost: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "seconds": 0.0})
     actors: list[str] = field(default_factory=list)
 
 
@@ -49,6 +52,10 @@ def read_shown_metrics(path: Path, points: int) -> ShownMetrics:
             kinds.append(kind_of.setdefault(tuple(line.row), len(kind_of)))
             shown.times.take(line.row)
             shown.contributions = _contributions(line.row) or shown.contributions
+            shown.cost["seconds"] += sum(_number(value) or 0.0 for value in parts_of_step(line.row).values())
+            shown.cost["tokens"] += _number(line.row.get("sampled_tokens")) or 0.0
+            if (validation := _number(line.row.get("validation"))) is not None:
+                shown.validations[1:] = [[line.row["step"], validation]]
         actors = (name.partition("completion_tokens/")[2] for names in kind_of for name in names)
         shown.actors = list(dict.fromkeys(actor for actor in actors if actor))  # every step has this metric
         kept = []
@@ -75,6 +82,31 @@ def _contributions(row: Mapping[str, Any]) -> dict[str, Any] | None:
         if name.startswith("validation/") and actor and math.isfinite(value):
             actors.setdefault(actor, {})[measure] = float(value)
     return {"step": row["step"], "actors": actors} if actors else None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number of a record; ``None`` for anything else, as numbers that JSON lacks are text there."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def most_changed(episodes: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """Return the places of two episodes, one of the first and one of the last third of the steps, whose mean rewards
+    rise most from the first to the second; of one question if there are such. ``None`` if nothing rises."""
+    worth = {}
+    for index, episode in enumerate(episodes):
+        rewards = [_number(reward) for reward in (episode["rewards"] or {}).values()]
+        if rewards and None not in rewards and not episode["error"]:
+            worth[index] = sum(filter(None, rewards)) / len(rewards)
+    if not worth:
+        return None
+    steps = [episodes[index]["step"] for index in worth]
+    third = (max(steps) - min(steps)) / 3
+    early = [index for index in worth if episodes[index]["step"] <= min(steps) + third]
+    late = [index for index in worth if episodes[index]["step"] >= max(steps) - third]
+    pairs = [(a, b) for a in early for b in late if a != b and worth[b] > worth[a]]
+    same = [(a, b) for a, b in pairs if episodes[a]["artifact"] == episodes[b]["artifact"]]
+    found = max(same or pairs, key=lambda pair: worth[pair[1]] - worth[pair[0]], default=None)
+    return None if found is None else list(found)
 
 
 def thin(kinds: Sequence[int], names_of: Sequence[Sequence[str]], points: int) -> list[int]:

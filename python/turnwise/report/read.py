@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.report.cluster import lanes
-from turnwise.report.curves import read_shown_metrics, spread
-from turnwise.train.log.lines import parse_line, read_rows
+from turnwise.report.curves import most_changed, read_shown_metrics, spread
+from turnwise.train.log.lines import HELD_OUT, parse_line, read_rows
 from turnwise.train.log.secrets import hide_in, secrets_in
-from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_regular
+from turnwise.utils.files import bounded_lines, damage_named, open_regular, parse_toml, read_json, read_regular
 
 _EXACT = 2**53  # a browser rounds larger integers, and a seed must not be rounded
 
@@ -43,6 +43,8 @@ def read_run(folder: Path, limits: ReportLimits | None = None) -> dict[str, Any]
     ``actors``, ``tasks``, ``policies``, and ``episodes`` with their shared ``prompts``. Each of these is the first
     ``kept`` messages of the prompt ``after``, and its own ``messages``. ``recorded`` counts all recorded episodes.
     ``lanes`` has the processes of a run on a cluster (:func:`~turnwise.report.cluster.lanes`), ``None`` for others.
+    ``learned`` has the first and last validation and the held-out success, ``cost`` tokens and seconds, ``changed`` two
+    places in ``episodes`` (:func:`~turnwise.report.curves.most_changed`).
 
     Raises ``ValueError`` for a folder that no run wrote to.
     """
@@ -71,6 +73,9 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
         "curves": metrics.curves,
         "lanes": lanes(folder, metrics.times),
         "contributions": metrics.contributions,
+        "learned": {"validations": metrics.validations, "held_out": _held_out(folder / HELD_OUT)},
+        "cost": metrics.cost,
+        "changed": most_changed(episodes),
         "warnings": list(read_rows(folder / "warnings.jsonl")),
         "actors": names(metrics.actors, [step["actor"] for step in calls]),
         "tasks": list(settings.get("tasks", {})),
@@ -79,6 +84,16 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
         "episodes": episodes,
         "prompts": prompts.all,
     }
+
+
+def _held_out(file: Path) -> dict[str, Any] | None:
+    """The held-out success after the last step with its interval, ``None`` before."""
+    if not file.is_file():
+        return None
+    kept = ("step", "success", "low", "high", "episodes", "samples")
+    with damage_named(file):
+        read = read_json(file)
+        return {name: plain(read[name]) for name in kept}
 
 
 def read_config_text(file: Path) -> str | None:

@@ -15,9 +15,21 @@ function headView(run) {
     ["validation", lastOf(series.validation)], [success.replace("_", ", "), lastOf(series[success])], ["reward", lastOf(series.reward)],
     ["sampled tokens", lastOf(series.total_sampled_tokens)], ["tokens/s", lastOf(series.tokens_per_second)],
   ].filter(([, value]) => value !== undefined);
+  // What was learned, what it cost, and the two recorded episodes between which most was gained.
+  const percent = (share) => (share === null || share === undefined ? "–" : (100 * share).toFixed(1) + "%");
+  const { validations, held_out: held } = run.learned, end = validations[validations.length - 1];
+  const told = [
+    validations.length > 1 ? `Validation went from ${percent(validations[0][1])} at step ${validations[0][0]} to ${percent(end[1])} at step ${end[0]}.` : "",
+    held ? `Held-out success is ${percent(held.success)}` + (held.low === null ? "" : ` (95% interval ${percent(held.low)} to ${percent(held.high)}`
+      + `, ${number(held.episodes / held.samples)} questions)`) + "." : "",
+    run.cost.tokens ? `It took ${number(run.cost.tokens)} sampled tokens and ${number(run.cost.seconds / 60, 2)} minutes of sampling and updates.` : "",
+  ].filter((text) => text).join(" ");
+  const visit = (index) => el("a", { href: `#episodes/${index}` }, `step ${run.episodes[index].step}`);
+  const changed = run.changed && el("span", {}, " The episodes between which most was gained: ", visit(run.changed[0]), " and ", visit(run.changed[1]), ".");
+  const learned = told || changed ? el("p", { class: "learned" }, told, changed || "") : "";
   return [el("div", { class: "name" }, el("h1", {}, run.name),
     el("p", {}, `turnwise ${run.version} · written ${run.written}`)),
-  el("dl", { class: "figures" }, figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value))))),
+  el("dl", { class: "figures" }, figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, number(value))))), learned,
   run.warnings.length ? el("ul", { class: "warnings" }, run.warnings.map(({ step, warning }) => el("li", {}, `step ${step}: ${warning}`))) : ""];
 }
 
@@ -39,8 +51,12 @@ function start() {
   nav.replaceChildren(...Object.keys(tabs).map((name) =>
     el("button", { type: "button", role: "tab", "data-tab": name, onclick: () => show(name) }, name)));
   document.getElementById("head").replaceChildren(...headView(run));
-  const [name, detail] = location.hash.slice(1).split("/");
-  show(name in tabs ? name : "curves", Number(detail));
+  const route = () => {
+    const [name, detail] = location.hash.slice(1).split("/");
+    show(name in tabs ? name : "curves", Number(detail));
+  };
+  window.addEventListener("hashchange", route);  // a link in the head; the page itself replaces its state silently
+  route();
 }
 
 start();

@@ -20,6 +20,9 @@ from turnwise.utils.files import (
     replacing,
 )
 
+HELD_OUT = "held_out.json"
+"""File of a run folder with the held-out success after its last step."""
+
 TIME = "cluster/time"
 """Metric with the time at which a step began, in Unix seconds."""
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from turnwise.arena.recording.rollouts_jsonl import json_line, plain_result
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.eval.evaluate import Evaluation, describe, plain_evaluation
-from turnwise.train.log.lines import append_lines, keep_steps, newest_lines, read_rows
+from turnwise.train.log.lines import HELD_OUT, append_lines, keep_steps, newest_lines, read_rows
 from turnwise.train.log.progress_bars import ProgressBars, curve_line, summary
 from turnwise.train.log.writers import JsonLines, MetricWriter, open_writers
 from turnwise.types import ByPolicy, GenerateResult, Tokenizer, Tokenizers
@@ -29,9 +29,6 @@ from turnwise.utils.files import make_private, replace_text
 _FAILED_PER_STEP = 8
 """Most failed episodes of a step that are written in full: enough to see the cause, too few to fill a disk."""
 
-
-HELD_OUT = "held_out.json"
-"""File of a run folder with the held-out success after its last step."""
 
 _LONGEST = 8
 """Most tokens that one character may span; a longer broken sequence is shown as it is."""
