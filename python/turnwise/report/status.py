@@ -16,7 +16,7 @@ from typing import Any, Literal
 from turnwise.report.cluster import BEGINS, parts_of_step, read_events, read_members
 from turnwise.report.read import parse_config, read_config_text
 from turnwise.train.checkpoint.listing import EXPORTED, list_checkpoints
-from turnwise.train.log.lines import TIME, count_lines, newest_lines, read_rows
+from turnwise.train.log.lines import TIME, count_lines, newest_lines, rows_with
 from turnwise.train.run_lock import lock_holder
 from turnwise.utils.files import damage_named, read_json
 
@@ -233,12 +233,10 @@ def _warnings(status: Status, folder: Path) -> list[str]:
             if version < latest - 1:
                 lines.append(f"{role.name} serves version {version} of {policy}, others {latest}")
     # Each diagnosis is one line, and there are few; of the other warnings the newest.
-    warnings, newest = folder / "warnings.jsonl", None
-    for row in read_rows(warnings):
-        if "diagnosis" in row:
-            lines.append(f"step {row['step']}: {first_line(str(row['warning']), DIAGNOSIS)}")
-        else:
-            newest = row
+    warnings = folder / "warnings.jsonl"
+    for row in rows_with(warnings, "diagnosis"):
+        lines.append(f"step {row['step']}: {first_line(str(row['warning']), DIAGNOSIS)}")
+    newest = next((line.row for line in newest_lines(warnings) if "diagnosis" not in line.row), None)
     if newest is not None:
         text = first_line(str(newest["warning"]))
         lines.append(f"step {newest['step']}: {text} (the newest of {count_lines(warnings)} in {warnings.name})")

@@ -7,7 +7,7 @@ import contextvars
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from turnwise.arena.runtime.concurrency import Order, PrioritySemaphore
 from turnwise.arena.stages.stage import Stage
@@ -77,8 +77,10 @@ class FollowingSemaphore(PrioritySemaphore):
         self._prompts: dict[str, tuple[int, int]] = {}  # prompt tokens and cached ones at that time
         self._best, self._lost = 0.0, 0  # the largest share of cached ones, and rounds with less
         self._follower: asyncio.Task[None] | None = None
-        self.fixed = False
-        """True if the client makes no reports."""
+        self.fixed = not isinstance(client, ReportingClient)
+        """True if the client makes no reports, also as a checkpoint says."""
+        self._told = False  # said so, after a look at the client
+        self._apply()
         self.counts = dict.fromkeys(("cuts", "unread"), 0)
         """Cuts, and looks at which no engine answered."""
 
@@ -114,7 +116,9 @@ class FollowingSemaphore(PrioritySemaphore):
     # -- calls ---------------------------------------------------------------------------------------------------------
     async def acquire(self, order: Order) -> None:
         loop = asyncio.get_running_loop()
-        if not self.fixed and (
+        if self.fixed and not self._told:
+            self._without_reports({type(self._client).__name__: None})
+        elif not self._told and (
             self._follower is None or self._follower.done() or self._follower.get_loop() is not loop
         ):
             self._follower = loop.create_task(self._follow(), context=contextvars.Context())
@@ -127,15 +131,13 @@ class FollowingSemaphore(PrioritySemaphore):
 
     async def _follow(self) -> None:
         """Look at the engines until nothing runs."""
-        while (self.in_use or self._waiting) and not self.fixed:
+        while (self.in_use or self._waiting) and not self._told:
             self.adjust(await self._reports())
             await asyncio.sleep(EVERY)
 
     async def _reports(self) -> Mapping[str, EngineReport | None]:
-        if not isinstance(self._client, ReportingClient):
-            return {type(self._client).__name__: None}
         try:
-            return await self._client.load()
+            return await cast(ReportingClient, self._client).load()
         except Exception as error:  # of any client: the calls themselves will say what is wrong
             if not self.counts["unread"]:
                 warnings.warn(f"{type(self._client).__name__}.load() failed: {error!r}", RuntimeWarning, stacklevel=1)
@@ -151,7 +153,7 @@ class FollowingSemaphore(PrioritySemaphore):
         if not known:
             self._without_reports(reports)
             return
-        self._learned = True
+        self._learned, self.fixed = True, False
         running = sum(report.running for report in known.values())
         waiting = sum(report.waiting for report in known.values())
         allowed = max(1, running // QUEUE)
@@ -206,7 +208,7 @@ class FollowingSemaphore(PrioritySemaphore):
         if not reports:  # no engine answers now
             self.counts["unread"] += 1
             return
-        self.fixed = True
+        self.fixed = self._told = True
         self._apply()
         warnings.warn(
             f"max_concurrency='auto': {', '.join(reports)} reports no load, so the limit stays at {self.bound} calls "
@@ -217,9 +219,15 @@ class FollowingSemaphore(PrioritySemaphore):
 
     # -- state ---------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any] | None:
+        if self.fixed:
+            return {"fixed": True}
         return {"limit": self._exact, "ramps": self._ramps} if self._learned else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("fixed"):  # until a client makes reports
+            self.fixed = True
+            self._apply()
+            return
         self._learned, self._ramps = True, state["ramps"]
         self._set(state["limit"])
 
@@ -235,7 +243,7 @@ class AutoConcurrency(Stage):
 
     def trained(self) -> Mapping[str, float]:
         """Return the limit now, and what was counted since the last step."""
-        if self.budget.state_dict() is None and not self.budget.fixed:  # workers play, and have limits of their own
+        if self.budget.state_dict() is None:  # workers play, and have limits of their own
             return {}
         counts, self.budget.counts = self.budget.counts, dict.fromkeys(self.budget.counts, 0)
         return {"concurrency/limit": self.budget.limit} | {f"concurrency/{name}": n for name, n in counts.items()}

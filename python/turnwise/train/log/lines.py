@@ -5,6 +5,7 @@ Steps only rise within a file, so the newest rows are found from its end, whatev
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -116,6 +117,20 @@ def count_lines(path: Path) -> int:
     """Return the number of whole lines of ``path``, and parse none."""
     with open_regular(path) as stream:
         return _line_ends(stream, None)
+
+
+def rows_with(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of ``path`` that have ``key``, and parse no others but those that spell it. No file has none.
+
+    Raises ``ValueError`` naming a bad line.
+    """
+    if not path.exists():
+        return
+    spelt = json.dumps(key).encode()
+    with open_regular(path) as stream:
+        for number, line in enumerate(bounded_lines(stream, path), 1):
+            if spelt in line and line.endswith(b"\n") and key in (row := parse_line(line, path, number)):
+                yield row
 
 
 def keep_steps(path: Path, last: int) -> None:
