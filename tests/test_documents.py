@@ -93,6 +93,18 @@ def test_readme_opens_with_the_two_commands() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
+def test_the_pages_stay_short() -> None:
+    """Words, without the generated pages and the table of frameworks. A new page makes another one shorter."""
+    written = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+    words = {
+        path.name: len(re.sub(r"<!-- frameworks -->.*<!-- end of frameworks -->", "", text, flags=re.DOTALL).split())
+        for path, text in written.items()
+        if "Written by scripts/docs_pages.py" not in text and path.stem not in ("api", "configuration")
+    }
+    assert not {name: count for name, count in words.items() if count > 4_000}
+    assert sum(words.values()) <= 56_000, sorted(words.items(), key=lambda item: -item[1])[:5]
+
+
 def test_make_targets_exist_and_every_page_is_in_the_navigation() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     named = {word for line in commands("make") for word in line[1:] if re.fullmatch(r"[a-z-]+", word)}
