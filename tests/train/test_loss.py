@@ -256,7 +256,7 @@ def test_what_makes_no_loss_is_named(kind, options, message):
 
 
 def test_the_loss_of_the_documentation_is_that_of_its_formula(tmp_path, monkeypatch):
-    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
     module = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "# my_losses.py" in block)
     section = next(block for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL) if "my_losses:" in block)
     (tmp_path / "my_losses.py").write_text(module)
