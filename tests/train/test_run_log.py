@@ -54,9 +54,9 @@ def test_recorded_episodes_are_of_different_questions_and_a_file_gets_a_line_per
     out = io.StringIO()
     log = RunLog(tmp_path, 3, rollouts_per_step=3, console=Console(file=out, width=20))
     results = [GenerateResult(Rollout(f"r{i}", "x", i), group_id=i // 3) for i in range(6)]
-    log.step(1, {"validation": 0.25, "reward/a": 0.5}, results)
+    log.step(1, {"validation": 0.25, "reward/a": 0.5, "staleness": 0.0, "tokens_per_second": 9930.0}, results)
     assert [row["id"] for row in read_rows(tmp_path / "rollouts.jsonl")] == ["r0", "r1", "r3"]
-    assert out.getvalue().splitlines()[0] == "step 1: reward/a 0.5  validation 0.25"
+    assert out.getvalue().splitlines()[0] == "step 1: reward/a 0.5  tok/s 9,930"
     RunLog(tmp_path, 3, console=Console(file=out), progress=False).step(3, {"reward": 0.5})
     assert "step 3" not in out.getvalue()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def dry_run(config: TrainConfig) -> str:
     with problems.gathered():
         check_templates(resolved, tiny)
     with problems.gathered():
-        check_tools(resolved, actors, lambda name: tokenizer_here(resolved.policies[name], tiny))
+        check_tools(resolved, actors, cache(lambda name: tokenizer_here(resolved.policies[name], tiny)))
     with problems.gathered():
         check_warm_start(resolved, task, actors)
     with problems.gathered():

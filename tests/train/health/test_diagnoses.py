@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,10 +13,12 @@ from turnwise.credit import DrMASCredit
 from turnwise.inference import ScriptedClient
 from turnwise.inference.scripted import ByteTokenizer
 from turnwise.train import EvalSet, Policy, Trainer
+from turnwise.train.health import diagnose as begun
 from turnwise.train.health.diagnose import Diagnoser, diagnose
 from turnwise.train.health.diagnoses import DIAGNOSES, EXPLORES
 from turnwise.train.health.history import Facts
 from turnwise.train.log.lines import read_metrics
+from turnwise.train.log.run_log import RunLog
 from turnwise.train.validate import config_from_dict
 from turnwise.types import Actor, EpisodeRequest, Sampling
 
@@ -290,6 +293,38 @@ async def test_a_rate_that_moves_the_policy_too_far(make_trainer):
     await trainer.run()
     found = diagnose(trainer.config.run_dir)
     assert ("far-steps", None) in names(found)
+
+
+def test_a_resumed_run_says_what_one_left_alone_says(tmp_path, monkeypatch):
+    """Wherever it was stopped. Of a long run it reads the numbers, and diagnoses the latest steps alone."""
+    facts = Facts({"first": "default"}, success="solved/first")
+    monkeypatch.setattr(begun, "facts_of", lambda trainer: facts)
+    counted = []
+    monkeypatch.setitem(DIAGNOSES, "ties", lambda history: counted.append(1) or [])
+
+    def row(step):
+        success = 0.1 if step < 4 or step >= 30 else 0.8
+        same = 0.98 if step >= 12 else 0.3
+        answers = {"prompts": 8.0, "distinct": 8.0, "commonest": same}
+        return {"step": step, "success": success} | {f"answers/{name}/first": value for name, value in answers.items()}
+
+    rows = [row(step) for step in range(1, 61)]
+    alone = Diagnoser(facts)
+    said = {found.line: found for each in rows for found in alone.add(each)}
+    assert [found.name for found in said.values()] == ["one-answer", "fell"]
+    for stop in range(1, 60):
+        log = RunLog(tmp_path / str(stop), 60)
+        for each in rows[:stop]:
+            log.step(each["step"], {name: value for name, value in each.items() if name != "step"})
+        for found in said.values():
+            if found.step <= stop:
+                log.warn(found.step, found.line, diagnosis=found.name, actor=found.actor)
+        counted.clear()
+        view = SimpleNamespace(log=log, config=SimpleNamespace(run_dir=log.folder))
+        resumed = begun.begin(view, stop)
+        assert len(counted) <= 8
+        later = [found.line for each in rows[stop:] for found in resumed.add(each)]
+        assert later == [line for line, found in said.items() if found.step > stop], stop
 
 
 @pytest.mark.parametrize("table", TABLES, ids=[table.stem for table in TABLES])

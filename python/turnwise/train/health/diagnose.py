@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.train.health.diagnoses import DIAGNOSES
-from turnwise.train.health.history import Facts, History
-from turnwise.train.log.lines import read_rows
+from turnwise.train.health.history import RECENT, Facts, History
+from turnwise.train.log.lines import read_rows, rows_with
 from turnwise.utils.files import read_regular, replace_text
 
 if TYPE_CHECKING:
@@ -62,17 +61,24 @@ class Diagnoser:
     def __init__(self, facts: Facts | None = None) -> None:
         self.history = None if facts is None else History(facts)
         self.found: list[Diagnosed] = []
+        self.known: set[tuple[str, str | None]] = set()
+        """Names and actors of what was said, also before a resume."""
         self._since: dict[tuple[str, str | None], tuple[int, int]] = {}
 
-    def add(self, row: Mapping[str, Any]) -> list[Diagnosed]:
-        """Take a step's metrics, with its number as ``step``; step 0, before any training, has none."""
+    def add(self, row: Mapping[str, Any], *, old: bool = False) -> list[Diagnosed]:
+        """Take a step's metrics, with its number as ``step``; step 0, before any training, has none.
+
+        Nothing is said of a step so ``old`` that a run has said it.
+        """
         step = int(row["step"])
         if step < 1:
             return []
         if self.history is None:
             self.history = History(Facts.guessed(row))
         self.history.add(row)
-        new = []
+        new: list[Diagnosed] = []
+        if old:
+            return new
         for name, diagnosis in DIAGNOSES.items():
             findings = {(name, finding.actor): finding for finding in diagnosis(self.history)}
             for key in [key for key in self._since if key[0] == name and key not in findings]:
@@ -84,14 +90,13 @@ class Diagnoser:
                 if enough and not self._said(name, finding.actor):
                     new.append(Diagnosed(name, finding.actor, step, since, finding.text, finding.remedy))
                     self.found.append(new[-1])
+                    self.known.add(key)
         return new
 
     def _said(self, name: str, actor: str | None) -> bool:
         """Return True for a diagnosis that was said already, or whose cause was."""
-        said = defaultdict(set)
-        for each in self.found:
-            said[each.name].add(each.actor)
-        return actor in said[name] or any(said[cause] & {actor, None} for cause in COVERED.get(name, ()))
+        causes = ((cause, each) for cause in COVERED.get(name, ()) for each in (actor, None))
+        return (name, actor) in self.known or any(cause in self.known for cause in causes)
 
 
 def facts_of(trainer: TrainerView) -> Facts:
@@ -114,9 +119,12 @@ def begin(trainer: TrainerView, before: int) -> Diagnoser:
     if trainer.log.writers:
         replace_text(folder / FACTS, facts.to_json() + "\n")
     diagnoser = Diagnoser(facts)
+    for row in rows_with(folder / "warnings.jsonl", "diagnosis"):
+        diagnoser.known.add((row["diagnosis"], row["actor"]))
+    # What was said is known; what may be said next depends on the latest steps, and on a few numbers of the others.
     for row in read_rows(folder / "metrics.jsonl"):
         if row["step"] <= before:
-            diagnoser.add(row)
+            diagnoser.add(row, old=row["step"] <= before - RECENT - PATIENCE)
     return diagnoser
 
 

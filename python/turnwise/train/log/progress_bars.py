@@ -83,7 +83,11 @@ def summary(metrics: Mapping[str, float], *, by_actor: bool = False) -> str:
     It begins with the mean reward ``by_actor``, if asked for.
     """
     shown = {name: name for name in metrics if by_actor and name.startswith("reward/")} | SHOWN
-    return "  ".join(f"{label} {metrics[name]:.3g}" for name, label in shown.items() if name in metrics)
+    return "  ".join(f"{label} {_short(metrics[name])}" for name, label in shown.items() if name in metrics)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
 
 
 def curve_line(step: int, metrics: Mapping[str, float], width: int = 30) -> str:

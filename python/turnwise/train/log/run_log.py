@@ -30,6 +30,8 @@ _FAILED_PER_STEP = 8
 """Most failed episodes of a step that are written in full: enough to see the cause, too few to fill a disk."""
 
 
+FRESH = ("staleness", 0.0)
+
 _LONGEST = 8
 """Most tokens that one character may span; a longer broken sequence is shown as it is."""
 
@@ -121,8 +123,11 @@ class RunLog:
             ]
         )
         self.bars.step(step, metrics)
-        if self.progress and not self.bars.console.is_terminal and (line := summary(metrics, by_actor=True)):
-            self.note(f"step {step}: {line}")
+        if self.progress and not self.bars.console.is_terminal:
+            # The validation has a line of its own below, and most runs are never stale.
+            shown = {name: value for name, value in metrics.items() if name != "validation" and (name, value) != FRESH}
+            if line := summary(shown, by_actor=True):
+                self.note(f"step {step}: {line}")
         if self.progress and "validation" in metrics:
             self.note(curve_line(step, metrics))
 
