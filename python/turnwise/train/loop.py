@@ -229,7 +229,7 @@ class Trainer:
     def update_policies(self, batch: TrainingBatch) -> dict[str, float]:
         """Train each policy of the present phase on its own rows, and count the step, which is then complete.
 
-        With several policies, each metric name starts with the policy's name.
+        The name of each metric begins with the policy's.
         """
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
         self.watch.samples(batch, in_phase)
@@ -238,8 +238,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         try:
             for name, measured in updated.metrics.items():
-                prefix = f"{name}/" if len(self.policies) > 1 else ""
-                metrics |= {prefix + key: value for key, value in measured.items()}
+                metrics |= {f"{name}/{key}": value for key, value in measured.items()}
                 self.watch.updates(self.policies[name], measured)
             self.watch.weights(updated.trained, updated.moved)
             metrics |= self.arena.stages.trained()

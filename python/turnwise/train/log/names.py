@@ -7,9 +7,10 @@ part stands for text without a slash, ``<function>`` and ``<name>`` for any text
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ def _rows(*rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
 
 
 EPISODES, PAID, CALLS, TOKENS = "episodes without an error", "episodes that paid the actor", "calls", "trained tokens"
+
+OF_POLICY = ("<policy>/", "<policy>/<actor>/")
 
 GROUPS: tuple[Group, ...] = (
     Group(
@@ -122,8 +125,8 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "Updates",
-        "Of a policy, over all its updates of the step. Those of single actors begin with the actor. With several "
-        "policies all begin with the policy.",
+        "Of a policy, over all its updates of the step. Each name begins with the policy's; in those of single actors "
+        "the actor's follows: `default/entropy`, `default/solver/entropy`.",
         _rows(
             ("loss", "", "updates", "", "mean loss"),
             ("grad_norm", "", "updates", "steady", "norm of the gradient before clipping"),
@@ -162,7 +165,7 @@ GROUPS: tuple[Group, ...] = (
             ("explained_variance", "share", TOKENS, "above 0", "variance of the returns that the values explain"),
             ("teacher_forward_kl", "nats per token", TOKENS, "falls", "forward KL to the teacher"),
         ),
-        ("", "<actor>/", "<policy>/", "<policy>/<actor>/"),
+        OF_POLICY,
     ),
     Group(
         "Validation",
@@ -225,7 +228,7 @@ def groups() -> list[Group]:
 
     rows = [row for term in term_classes(FEATURES) for row in term.described]
     text = "Only where the config asks for them; they begin like those of updates."
-    return [*GROUPS, Group("Features", text, _rows(*rows), ("", "<actor>/", "<policy>/", "<policy>/<actor>/"))]
+    return [*GROUPS, Group("Features", text, _rows(*rows), OF_POLICY)]
 
 
 _ANY = ("function", "name")
@@ -257,3 +260,26 @@ def metric_of(name: str) -> Metric | None:
     Example: ``metric_of("truncated/solver").unit`` is ``"share"``.
     """
     return next((metric for pattern, metric in _patterns() if pattern.match(name)), None)
+
+
+def with_policy(row: Mapping[str, Any], policy: str) -> Mapping[str, Any]:
+    """Return a step's metrics as they are named now. Runs of one policy once wrote ``loss`` for ``<policy>/loss``.
+
+    Example: ``with_policy({"updates": 1, "step": 3}, "default")`` is ``{"default/updates": 1, "step": 3}``.
+    """
+    if "updates" not in row:  # which each update wrote
+        return row
+    actors = {name.partition("/")[2] for name in row if name.startswith("completion_tokens/")}
+
+    def renamed(name: str) -> str:
+        actor, _, rest = name.partition("/")
+        bare = rest if actor in actors else name
+        return f"{policy}/{name}" if _of_updates().match(bare) else name
+
+    return {renamed(name): value for name, value in row.items()}
+
+
+@cache
+def _of_updates() -> re.Pattern[str]:
+    """Match the metrics of updates without their policy and actor."""
+    return re.compile("|".join(_regex(metric.name) for group, metric in metrics() if group.before == OF_POLICY))
