@@ -256,7 +256,8 @@ class Trainer:
         metric = getattr(self.validation, "metric", None)
         training = {name for name in in_phase if self.policies[name].trainable}
         frozen = {actor.id for actor in self.arena.actors.values() if actor.policy not in training}
-        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes, frozen)
+        rubrics = self.arena.reward_functions
+        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes, frozen, rubrics)
 
     async def sync_weights(self) -> None:
         """Send the weights of every policy that changed to the client.

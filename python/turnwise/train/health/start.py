@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from turnwise.samples.step_metrics import metric_value
+from turnwise.samples.outcomes import metric_value
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
 from turnwise.train.config.toml import ConfigError

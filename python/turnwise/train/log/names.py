@@ -41,31 +41,34 @@ def _rows(*rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
     return tuple(Metric(*row) for row in rows)
 
 
-EPISODES, PAID, CALLS, TOKENS = "episodes without an error", "episodes that paid the actor", "calls", "trained tokens"
+EPISODES, ACTED = "episodes without an error", "of these, where the actor acted"
+CALLS, TOKENS = "calls", "trained tokens"
 
 OF_POLICY = ("<policy>/", "<policy>/<actor>/")
 
 GROUPS: tuple[Group, ...] = (
     Group(
         "Success and rewards",
-        "Sampled, with every branch of a tree. A run of several tasks also has them for each, as `<task>/<name>`.",
+        "Sampled, with every branch of a tree. A run of several tasks also has them for each: "
+        "`metric/<task>/<name>`.",
         _rows(
             ("success", "share", EPISODES, "rises", "mean of the task's success metric"),
             ("success_selected", "share", EPISODES, "rises", "the same where a tree goes on from the best branches"),
             ("reward", "reward", "calls with a reward of their own", "rises", "mean step reward"),
             ("step_reward/<actor>", "reward", "the actor's calls with one", "rises", "mean step reward"),
-            ("reward/<actor>", "reward", PAID, "rises", "mean reward of the rubric; a child that inherits counts once"),
-            ("raw_reward/<actor>", "reward", PAID, "", "the same before an overlong penalty"),
+            ("reward/<actor>", "reward", ACTED, "rises", "mean reward of the rubric, 0 where it pays nothing; a child "
+             "that inherits counts once"),
+            ("raw_reward/<actor>", "reward", ACTED, "", "the same before an overlong penalty"),
             ("overlong_penalty/<actor>", "reward", "the actor's calls", "near 0", "what calls near their limit lost"),
-            ("metric/<function>", "as returned", EPISODES, "", "mean value of a reward function, or of an episode's "
-             "metric; 0 where an invalid action ended the episode"),
+            ("metric/<function>", "as returned", ACTED, "", "mean value of a reward function; 0 where an invalid action"
+             " ended the episode, or where it pays and left the actor out; none if it never names the actor"),
             ("team_difference/<actor>", "reward", "the actor's actions", "above 0", "change of the team's value"),
             ("teacher_kl/<actor>", "nats per token", "calls with a teacher", "falls", "log-prob minus the teacher's"),
             ("payoffs/none", "share", "episodes that reward several actors", "falls", "none earns more than 0"),
             ("payoffs/general_sum", "share", "episodes that reward several actors", "", "rewards differ and don't add "
              "up to 0"),
         ),
-        ("", "<task>/"),
+        ("", "metric/<task>/"),
     ),
     Group(
         "Episodes and calls",
