@@ -56,7 +56,8 @@ def measuring(rollouts: Sequence[Rollout], metric: str, rubrics: Rubrics) -> set
         kind = rollout.episode_type
         if metric_value(rollout.metrics, metric) is not None:
             kinds.add(kind)
-        unscored[kind] = unscored.get(kind, True) and not any(end.scored for end in _ends(rollout))
+        scored = [end.scored for end in _ends(rollout)] or [True]  # the rubric dropped it
+        unscored[kind] = unscored.get(kind, True) and not any(scored)
     function = metric.partition("/")[0]
     return kinds | {kind for kind, none in unscored.items() if none and function in rubrics.get(kind, ())}
 

@@ -41,7 +41,7 @@ def _rows(*rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
     return tuple(Metric(*row) for row in rows)
 
 
-EPISODES, ACTED = "episodes without an error", "of these, where the actor acted"
+EPISODES, ACTED = "episodes without an error", "episodes without an error in which the actor acted"
 CALLS, TOKENS = "calls", "trained tokens"
 
 OF_POLICY = ("<policy>/", "<policy>/<actor>/")
@@ -52,7 +52,7 @@ GROUPS: tuple[Group, ...] = (
         "Sampled, with every branch of a tree. A run of several tasks also has them for each: "
         "`metric/<task>/<name>`.",
         _rows(
-            ("success", "share", EPISODES, "rises", "mean of the task's success metric"),
+            ("success", "share", EPISODES, "rises", "mean of the task's success metric, 0 without it"),
             ("success_selected", "share", EPISODES, "rises", "the same where a tree goes on from the best branches"),
             ("reward", "reward", "calls with a reward of their own", "rises", "mean step reward"),
             ("step_reward/<actor>", "reward", "the actor's calls with one", "rises", "mean step reward"),
