@@ -29,6 +29,8 @@ def test_the_method_follows_from_the_bounds_and_not_from_the_values():
     assert estimate([1.0] * 4).high == math.inf, "equal numbers don't say how far others lie"
     with pytest.raises(ValueError, match=r"values=0 to 2: expected numbers within bounds=\(0, 1\)"):
         estimate([0.0, 2.0], bounds=(0, 1))
+    graded = estimate([0.4, 0.6] * 50, bounds=(0, 1))
+    assert graded.high - graded.low < 0.3 * np.diff(wilson(0.5, 100)), "they vary less than zeros and ones"
     # A value that is nearly 1 hardly changes the interval.
     near, ones = estimate([1.0] * 9 + [0.999], bounds=(0, 1)), estimate([1.0] * 10, bounds=(0, 1))
     assert near.low == pytest.approx(ones.low, abs=0.06)
