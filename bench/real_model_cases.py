@@ -126,8 +126,8 @@ def turnwise_steps(case: Case, steps: int, folder: str, micro_batch_tokens: int,
         run_to_end(trainer.run())
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        assert row["sampled_tokens"] == row["tokens"] == case.sampled, f"{row}: other numbers of tokens"
-        assert row["sampler_trainer_logprob_max_diff"] < MAX_APART[dtype], f"sampler and trainer differ: {row}"
+        assert row["sampled_tokens"] == row["default/tokens"] == case.sampled, f"{row}: other numbers of tokens"
+        assert row["default/sampler_trainer_logprob_max_diff"] < MAX_APART[dtype], f"sampler and trainer differ: {row}"
     return [row["seconds_rollout"] + row["seconds_update"] for row in rows]
 
 

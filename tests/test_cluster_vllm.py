@@ -49,7 +49,7 @@ def test_vllm_engines_on_a_cluster_sample_what_the_ranks_compute(
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
-        assert row["updates"] >= 1
+        assert row["default/updates"] >= 1
         [error] = [value for name, value in row.items() if name.endswith("sampler_trainer_logprob_max_diff")]
         assert 0 < error < 1e-5
     assert ("died", "engine-main-0") in events(folder)

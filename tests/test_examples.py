@@ -130,7 +130,7 @@ def test_at_grpo_samples_as_its_paper(tmp_path: Path) -> None:
     rows = [row for row in rows_of(tmp_path / "run") if row["step"]]
     assert len(rows) == 2 and all(row["episodes/failed"] == 0 for row in rows)
     assert all(1 < row["sampling_mask/kept"] <= 20 for row in rows)
-    assert all(0 < row["sampler_trainer_logprob_max_diff"] <= 1e-5 for row in rows)
+    assert all(0 < row["default/sampler_trainer_logprob_max_diff"] <= 1e-5 for row in rows)
 
 
 def test_sub_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

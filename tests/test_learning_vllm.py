@@ -70,7 +70,7 @@ def test_the_sudoku_team_learns(tmp_path: Path) -> None:
     rewards = [line["step_reward/proposer"] for line in lines]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2]) + 0.2, rewards
     # where training made logits large, a float32 forward pass is itself more than 1e-5 from a float64 one
-    assert all(line["sampler_trainer_logprob_max_diff"] < 1e-4 for line in lines)
+    assert all(line["default/sampler_trainer_logprob_max_diff"] < 1e-4 for line in lines)
     # eight branches of a puzzle begin alike: what one prefilled, the others find
     assert all(line["inference/prefix_cache_hit_rate"] > 0.5 for line in lines)
     assert all(0 < line["inference/kv_cache_use"] <= 1 and line["inference/queue"] == 0 for line in lines)

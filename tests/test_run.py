@@ -106,7 +106,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, level):
     train_from_config(config_of(tmp_path / "parts", steps=2, **changes))
     parts = train_from_config(config_of(tmp_path / "parts", steps=4, **changes))
     assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
-    assert level != "one" or all(line["updates"] == 4 for line in lines_of(tmp_path / "whole"))
+    assert level != "one" or all(line["default/updates"] == 4 for line in lines_of(tmp_path / "whole"))
     expected, got = all_weights_of(whole), all_weights_of(parts)
     assert all(equal(expected[name], got[name]) for name in expected)
     assert evaluate_from_config(parts.config) == whole.evaluate()

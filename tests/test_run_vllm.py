@@ -83,7 +83,7 @@ def test_an_engine_that_is_killed_in_the_middle_costs_no_row(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["inference/restarts"] for line in lines] == [0, 0, 1, 0]
     for line in lines:
-        assert line["updates"] >= 1
+        assert line["default/updates"] >= 1
         assert 0 < errors_of(line)[0] < 1e-5, f"step {line['step']}"
         assert (line["episodes/failed"], line["episodes/retried"]) == (0, 0)
         assert (line["episodes"], line["samples"]) == (lines[0]["episodes"], lines[0]["samples"])

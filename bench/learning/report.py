@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from math import isinf
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -110,6 +111,10 @@ def sweep_table(groups: Groups) -> str:
     return "\n".join(lines) + "\n"
 
 
+EQUAL = "(all questions equal)"
+"""Stands for an interval where a bootstrap has none."""
+
+
 def pooled(rows: Sequence[Row]) -> str:
     """Return the mean success over seeds. Its interval is over questions, which are the same for all seeds: Wilson's
     for as many trials as there are questions, or a bootstrap if a success is not 0 or 1."""
@@ -120,7 +125,7 @@ def pooled(rows: Sequence[Row]) -> str:
         low, high = wilson(share, len(set(questions)))
         return f"{share:.1%} ({low:.1%} to {high:.1%})"
     found = estimate(values, questions)
-    return f"{found.mean:.1%} ({found.low:.1%} to {found.high:.1%})"
+    return f"{found.mean:.1%} " + (EQUAL if isinf(found.high) else f"({found.low:.1%} to {found.high:.1%})")
 
 
 def difference(rows: Sequence[Row], against: Sequence[Row]) -> str:
@@ -130,7 +135,7 @@ def difference(rows: Sequence[Row], against: Sequence[Row]) -> str:
     first = [value for seed in seeds for value in ours[seed]]
     second = [value for seed in seeds for value in theirs[seed]]
     found = paired_difference(first, second, [i for s in seeds for i in range(len(ours[s]))]).difference
-    return f"{found.mean:+.1%} ({found.low:+.1%} to {found.high:+.1%})"
+    return f"{found.mean:+.1%} " + (EQUAL if isinf(found.high) else f"({found.low:+.1%} to {found.high:+.1%})")
 
 
 def tokens_to(row: Row, success: float) -> float | None:

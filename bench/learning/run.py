@@ -259,10 +259,10 @@ def changes(cell: Cell) -> dict[str, Callable[[Any], None]]:
 
 
 def series(lines: Sequence[dict[str, Any]], name: str) -> list[list[float]]:
-    """Return ``[step, value]`` of each step that has a metric of this name, for any actor or policy."""
+    """Return ``[step, value]`` of each step that has a metric of this name: of the run, of a policy, or of an actor."""
     found = [(line["step"], key, line[key]) for line in lines for key in sorted(line) if name in key.split("/")]
-    first = found[0][1] if found else ""
-    return [[step, round(value, 6)] for step, key, value in found if key == first]
+    chosen = min((key for _, key, _ in found), key=lambda key: (key.count("/"), key), default="")
+    return [[step, round(value, 6)] for step, key, value in found if key == chosen]
 
 
 def rewards(lines: Sequence[dict[str, Any]]) -> dict[str, list[float]]:

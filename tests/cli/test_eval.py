@@ -34,7 +34,7 @@ def test_two_checkpoints_on_the_same_questions(team, sudoku):
     assert found.difference.mean == pytest.approx(first.success - second.success)
     assert (found.better, found.worse) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
     shown = render(measured)
-    assert "step_00000003 against " in shown and "step_00000002: success" in shown and "paired bootstrap; p = " in shown
+    assert "step_00000003 against " in shown and "step_00000002: success" in shown and "wilson; p = " in shown
     assert "solved/proposer" in shown and "reward/reviser" in shown
 
 

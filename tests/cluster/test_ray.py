@@ -144,7 +144,7 @@ def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["updates"] for row in rows)
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["default/updates"] for row in rows)
     assert {("ended", "worker-0"), ("ended", "engine-main-1")} <= set(events(tmp_path / "run"))
     serving = [row["cluster/engines_serving"] for row in rows]  # the run begins with the first engine that answers
     assert serving[0] >= 1 and serving[-1] == 2

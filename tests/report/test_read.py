@@ -130,7 +130,7 @@ def test_a_real_run(real_run):
     assert run["curves"]["step"] == [0, 1, 2, 3, 4]
     series = run["curves"]["series"]
     assert all(math.isfinite(value) for value in series["validation"][:4])
-    assert {"loss", "grad_norm", "reward/proposer", "step_reward/reviser"} <= series.keys()
+    assert {"default/loss", "default/proposer/entropy", "reward/proposer", "step_reward/reviser"} <= series.keys()
     added = run["contributions"]
     assert added["step"] == 3 and list(added["actors"]) == ["proposer", "reviser"]
     assert {"handed", "changed", "wrong", "fixed", "right"} <= added["actors"]["reviser"].keys()
@@ -153,6 +153,19 @@ def test_the_episodes_between_which_most_was_gained():
     episodes = [played(1, 0.5), played(1, 0.0, "other"), played(5, 1.0), played(9, 0.75), played(9, 9.0, error="boom")]
     assert most_changed(episodes) == [0, 3], "of one question, the newest third"
     assert most_changed(episodes[1:4]) == [0, 2] and most_changed(episodes[2:3]) is most_changed([]) is None
+
+
+def test_a_run_whose_metrics_had_no_policy_continues_in_the_same_curves(tmp_path):
+    old = {"updates": 2.0, "loss": 0.5, "solver/entropy": 1.0, "masked/drift": 0.1, "metric/tokens": 3.0}
+    old |= {"solver/masked/drift": 0.2, "reward/solver": 0.25, "completion_tokens/solver": 7.0, "inference/tokens": 9.0}
+    log = RunLog(tmp_path, 2)
+    log.step(1, old)
+    log.step(2, {"default/updates": 1.0, "default/loss": 0.25, "default/solver/entropy": 0.5, "reward/solver": 0.5})
+    (tmp_path / "config.toml").write_text('task = "sudoku"\n')
+    series = read_run(tmp_path)["curves"]["series"]
+    assert series["default/loss"] == [0.5, 0.25] and series["default/solver/entropy"] == [1.0, 0.5]
+    assert series["default/masked/drift"] == [0.1, None] and series["default/solver/masked/drift"] == [0.2, None]
+    assert {"reward/solver", "inference/tokens", "metric/tokens"} <= series.keys() and "loss" not in series
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from turnwise.samples.step_metrics import metric_value
+from turnwise.arena import Arena, Rubric, SingleTurnEpisode
+from turnwise.arena.runtime.concurrency import BatchFailedError
+from turnwise.inference import ScriptedClient
+from turnwise.samples.outcomes import metric_value
 from turnwise.train.eval.evaluate import Evaluation, compare, describe, evaluate, plain_evaluation
 from turnwise.train.eval.statistics import estimate
+from turnwise.types import Actor, EpisodeRequest
 
 
 async def test_greedy_evaluation(make_trainer):
@@ -46,9 +51,9 @@ async def test_greedy_evaluation(make_trainer):
 @pytest.mark.parametrize(
     ("at", "told"),
     [
-        (estimate([0.5]), "success 50.0% (95% interval 5.5%–94.5%, 1 question)"),
+        (estimate([0.5], bounds=(0, 1)), "success 50.0% (95% interval 5.5%–94.5%, 1 question)"),
         (estimate([2.0]), "success 200.0% (1 question: no 95% interval)"),
-        (estimate([0.0, 1.0]), "success 50.0% (95% interval 9.5%–90.5%, 2 questions)"),
+        (estimate([0.0, 1.0], bounds=(0, 1)), "success 50.0% (95% interval 9.5%–90.5%, 2 questions)"),
     ],
 )
 def test_one_question_has_an_interval_or_none(at, told):
@@ -80,9 +85,8 @@ async def test_samples_give_pass_at_k_and_questions_are_the_trials(make_trainer)
     found = await evaluate(trainer.arena, requests, metric, sampling, samples=3)
     assert (found.episodes, found.samples, len(found.values)) == (3 * len(requests), 3, 3 * len(requests))
     assert len(set(found.clusters)) == len(requests) and found.clusters[0] == found.clusters[2] != found.clusters[3]
-    if set(found.values) <= {0.0, 1.0}:
-        assert sorted(found.pass_at) == [1, 2, 3]
-        assert found.pass_at[1].mean == pytest.approx(found.success)
+    assert sorted(found.pass_at) == [1, 2, 3]
+    assert found.pass_at[1].mean == pytest.approx(sum(value == 1 for value in found.values) / len(found.values))
     assert found == await evaluate(trainer.arena, requests, metric, sampling, samples=3), "paired seeds"
     with pytest.raises(ValueError, match="samples=0: expected at least 1"):
         await evaluate(trainer.arena, requests, metric, samples=0)
@@ -107,3 +111,47 @@ async def test_a_validation_without_the_metric_is_a_gap_that_ends_no_run(make_tr
         assert bool(trainer.progress.evaluations) == (metric == known)
     [text] = warned
     assert "metric='success/nobody': no finished episode has it" in text
+
+
+@pytest.mark.parametrize(
+    ("ranges", "says", "bounds", "method"),
+    [
+        ({}, ["0", "1"], (0, 1), "wilson"),
+        ({}, ["1", "1"], (0, 1), "wilson"),
+        ({}, ["0.5", "1"], (0, 1), "wilson"),
+        ({}, ["0", "3"], None, "bootstrap"),
+        ({"paid": (0, 10)}, ["0", "3"], (0, 10), "wilson"),
+        ({"paid": (0, 10)}, ["1", "1"], (0, 10), "wilson"),
+        ({"paid": (-math.inf, math.inf)}, ["0", "1"], None, "bootstrap"),
+    ],
+)
+async def test_an_interval_follows_from_the_declared_range(ranges, says, bounds, method):
+    def paid(completion):
+        return float(completion)
+
+    def other(completion):
+        return float(completion)
+
+    class Said(SingleTurnEpisode):
+        episode_type = "said"
+        rubric = Rubric([paid, other], ranges=dict(zip([paid] * len(ranges), ranges.values(), strict=True)))
+
+        def get_prompt(self, artifact):
+            return "say"
+
+    client = ScriptedClient(list(says))
+    arena = Arena(client, client.tokenizer)
+    arena.add_actor(Actor("agent"))
+    arena.add_episode(Said())
+    requests = [EpisodeRequest("said", number, group_id=number) for number in range(len(says))]
+    beyond = not ranges and says[1] == "3"
+    with pytest.warns(UserWarning, match="expected a success of 0 to 1") if beyond else nullcontext():
+        found = await evaluate(arena, requests, "paid")
+    assert found.bounds == bounds and found.estimates["paid/agent"].method == method
+    assert (found.low, found.high) == (found.estimates["paid/agent"].low, found.estimates["paid/agent"].high)
+    assert found.estimates["other/agent"].method == found.estimates["reward/agent"].method == "bootstrap"
+    if ranges and bounds:
+        client = ScriptedClient(["11"])
+        arena.client = client
+        with pytest.raises(BatchFailedError, match=r"'paid', actor 'agent': got 11.0, expected 0 to 10"):
+            await evaluate(arena, requests[:1], "paid")

@@ -123,7 +123,7 @@ def test_in_the_reward_it_leaves_out_actors_that_learn_from_teachers_alone(small
     samples = [sample_of(place, [1, 2], [3, 4], [-1.0, -1.0], actor=("solver", "judge")[place]) for place in range(2)]
     first, second = penalty.penalties(samples)
     assert first != 0 == second
-    assert penalty.trained().keys() == {"kl", "kl_coef", "kl_penalty", "solver/kl"}
+    assert penalty.trained().keys() == {f"default/{name}" for name in ("kl", "kl_coef", "kl_penalty", "solver/kl")}
 
 
 def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_trainer, monkeypatch):
@@ -136,11 +136,11 @@ def test_in_the_reward_it_reaches_credit_and_leaves_the_record_whole(make_traine
     monkeypatch.setattr(trainer.arena.credit, "compute_columns", noting)
     asyncio.run(trainer.run())
     lines = lines_of(trainer.config.run_dir)
-    assert lines[0]["kl"] == pytest.approx(0, abs=1e-5) and lines[0]["kl_coef"] == 0.5
-    assert abs(lines[2]["kl"]) > 1e-4 and {"first/kl", "second/kl", "kl_penalty"} <= set(lines[2])
-    assert lines[2]["kl_coef"] != 0.5 and terms_of(trainer.policies["default"])["kl"].coef != lines[2]["kl_coef"]
+    assert lines[0]["default/kl"] == pytest.approx(0, abs=1e-5) and lines[0]["default/kl_coef"] == 0.5
+    assert abs(lines[2]["default/kl"]) > 1e-4 and {"default/first/kl", "default/second/kl"} <= set(lines[2])
+    assert terms_of(trainer.policies["default"])["kl"].coef != lines[2]["default/kl_coef"] != 0.5
     for line, rewards in zip(lines, seen, strict=True):
-        assert np.mean(rewards) == pytest.approx(line["reward"] - line["kl_penalty"], abs=1e-6)
+        assert np.mean(rewards) == pytest.approx(line["reward"] - line["default/kl_penalty"], abs=1e-6)
 
 
 def test_the_reference_is_refreshed_every_second_step(tmp_path, random_batch, small_model):

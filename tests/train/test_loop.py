@@ -30,7 +30,7 @@ async def test_weights_move_and_reach_the_client(make_trainer):
     # the sampler's log-probs of the next batch are those of the new weights
     batch = await trainer.arena.step()
     metrics = trainer.update_policies(batch)
-    assert 0 < metrics["sampler_trainer_logprob_max_diff"] < 1e-4
+    assert 0 < metrics["default/sampler_trainer_logprob_max_diff"] < 1e-4
 
 
 async def test_an_actor_without_policy_and_a_loss_that_can_not_be_are_refused(make_trainer):
@@ -231,7 +231,7 @@ async def test_a_step_whose_updates_were_all_skipped_makes_no_new_version(make_t
     batch = await trainer.arena.step()
     batch.target_logprobs[:] = float("nan")
     metrics = trainer.update_policies(batch)
-    assert (metrics["updates"], metrics["skipped_updates"]) == (0, 1)
+    assert (metrics["default/updates"], metrics["default/skipped_updates"]) == (0, 1)
     policy = trainer.policies["default"]
     assert (policy.version, policy.skipped) == (0, 1)
     assert "changed no weight" not in capsys.readouterr().out

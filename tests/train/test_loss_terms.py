@@ -39,7 +39,7 @@ async def test_tied_rows_train_exactly_if_another_term_trains_them(make_trainer,
     rows, told = lines_of(trainer.config.run_dir), " ".join(capsys.readouterr().out.split())
     key, other = ("without_advantage/equal_rewards", "dropped/equal_rewards")[:: 1 if term else -1]
     assert all(row[key] == 24 and other not in row for row in rows)
-    assert all(row["samples"] == (24 if term else 0) and bool(row.get("updates")) == bool(term) for row in rows)
+    assert all(row["samples"] == (24 if term else 0) and bool(row.get("default/updates")) == bool(term) for row in rows)
     assert (f"with {term}: filter.drop_zero_advantage" in told) == bool(term)
 
 

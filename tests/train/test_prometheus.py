@@ -131,12 +131,12 @@ def test_gauges_are_of_the_newest_step_and_counters_add_up(server, port):
     assert ("turnwise_kl",) not in found, "the newest step did not measure it"
 
 
-def test_the_only_policy_is_in_no_name_but_those_of_a_cluster(config, port):
+def test_an_actor_and_its_policy_may_share_a_name(config, port):
     server = Prometheus(config.model_copy(update={"policies": {"solver": config.policies["solver"]}}))
-    server.log(1, {"completion_tokens/solver": 3, "solver/entropy": 2.0, "cluster/version_min/solver": 7})
+    server.log(1, {"completion_tokens/solver": 3, "solver/solver/entropy": 2.0, "cluster/version_min/solver": 7})
     found = samples(port)
     server.close()
-    assert found["turnwise_entropy", ("actor", "solver")] == 2.0
+    assert found["turnwise_entropy", ("actor", "solver"), ("policy", "solver")] == 2.0
     assert found["turnwise_cluster_version_min", ("policy", "solver")] == 7
     # It serves again after it was closed.
     server = Prometheus(config)

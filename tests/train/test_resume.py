@@ -273,7 +273,7 @@ async def test_a_resumed_run_equals_one_left_alone(whole, tmp_path, setting, end
 
 async def test_the_runs_above_have_something_to_lose(whole):
     lines, _, _, policies, _ = await whole("kl")
-    assert policies["default"][0] != 0.5 and all(line["updates"] for line in lines)
+    assert policies["default"][0] != 0.5 and all(line["default/updates"] for line in lines)
     lines, _, state, *_ = await whole("two ahead")
     assert [line["staleness_max"] for line in lines] == [0, 1, 2, 2, 2] and state["baselines"]
     _, stores, *_ = await whole("store")
@@ -325,7 +325,7 @@ async def test_the_rate_falls_with_the_sampled_tokens_of_a_run_that_they_end(mak
     lines = lines_of(trainers[0].config.run_dir)
     sampled = [0, *(line["total_sampled_tokens"] for line in lines)]
     expected = [1e-3 * (0.1 + 0.9 * (1 - min(1, so_far / 500))) for so_far in sampled[:-1]]
-    assert len(lines) >= 3 and [line["learning_rate"] for line in lines] == pytest.approx(expected)
+    assert len(lines) >= 3 and [line["default/learning_rate"] for line in lines] == pytest.approx(expected)
     assert lines_of(trainers[2].config.run_dir) == lines
 
 

@@ -294,7 +294,7 @@ def test_a_run_replays_what_its_client_returns(tmp_path):
 
     asyncio.run(run())
     [line] = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert line["routing/replayed"] == 1.0 and line["grad_norm"] > 0
+    assert line["default/routing/replayed"] == 1.0 and line["default/grad_norm"] > 0
     assert "routed_experts" not in (tmp_path / "run" / "rollouts.jsonl").read_text()
 
 

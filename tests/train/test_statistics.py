@@ -20,8 +20,45 @@ def test_wilson_interval(share, n, low, high):
     assert wilson(share, n) == (pytest.approx(low, abs=2e-4), pytest.approx(high, abs=2e-4))
 
 
+def test_the_method_follows_from_the_bounds_and_not_from_the_values():
+    for values in ([1.0, 0.0, 1.0, 1.0], [1.0, 0.5, 1.0, 1.0], [1.0] * 4, [0.5] * 4):
+        assert estimate(values, bounds=(0, 1)).method == "wilson" and estimate(values).method == "bootstrap"
+        share, scaled = estimate(values, bounds=(0, 1)), estimate([20 * each - 10 for each in values], bounds=(-10, 10))
+        assert (scaled.low, scaled.high) == pytest.approx((20 * share.low - 10, 20 * share.high - 10))
+        assert 0 <= share.low < share.mean <= share.high <= 1 and share.high - share.low > 0.1
+    assert estimate([1.0] * 4).high == math.inf, "equal numbers don't say how far others lie"
+    with pytest.raises(ValueError, match=r"values=0 to 2: expected numbers within bounds=\(0, 1\)"):
+        estimate([0.0, 2.0], bounds=(0, 1))
+    graded = estimate([0.4, 0.6] * 50, bounds=(0, 1))
+    assert graded.high - graded.low < 0.3 * np.diff(wilson(0.5, 100)), "they vary less than zeros and ones"
+    # A value that is nearly 1 hardly changes the interval.
+    near, ones = estimate([1.0] * 9 + [0.999], bounds=(0, 1)), estimate([1.0] * 10, bounds=(0, 1))
+    assert near.low == pytest.approx(ones.low, abs=0.06)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_intervals_of_bounded_values_hold_the_mean_as_often_as_they_say(seed):
+    """95% of 400 intervals, but for four standard errors of 1.1%: graded values, clusters, and paired differences."""
+    rng = np.random.default_rng(seed)
+
+    def clustered():
+        chances = rng.beta(1, 1, 20).repeat(8)
+        return estimate((rng.random(160) < chances).astype(float).tolist(), list(np.arange(20).repeat(8)), (0, 1))
+
+    def paired():
+        first, second = rng.random(30) < 0.7, rng.random(30) < 0.5
+        return paired_difference(first.tolist(), second.tolist(), bounds=(0, 1)).difference
+
+    def graded():
+        return estimate(rng.beta(8, 4, 20).tolist(), bounds=(0, 1))
+
+    for measure, mean in ((graded, 2 / 3), (clustered, 1 / 2), (paired, 0.2)):
+        held = [found.low <= mean <= found.high for found in (measure() for _ in range(400))]
+        assert np.mean(held) >= 0.95 - 4 * 0.011, f"seed {seed}"
+
+
 def test_shares_get_wilsons_interval_and_other_means_a_bootstrap():
-    share = estimate([1.0, 0.0, 1.0, 1.0])
+    share = estimate([1.0, 0.0, 1.0, 1.0], bounds=(0, 1))
     assert (share.mean, share.method, share.count) == (0.75, "wilson", 4)
     assert (share.low, share.high) == wilson(0.75, 4)
     mean = estimate([0.5, 2.0, 1.0])
@@ -40,18 +77,22 @@ def test_shares_get_wilsons_interval_and_other_means_a_bootstrap():
 def test_the_samples_of_one_question_are_one_trial():
     """Four questions with fifty equal answers each say as much as four answers."""
     values, clusters = [1.0] * 100 + [0.0] * 100, [place // 50 for place in range(200)]
-    together, alone = estimate(values, clusters), estimate(values)
+    together, alone = estimate(values, clusters), estimate(values, bounds=(0, 1))
     assert (together.mean, together.method) == (0.5, "bootstrap")
     means = [np.mean(chosen) for chosen in itertools.product([1.0, 1.0, 0.0, 0.0], repeat=4)]
     assert (together.low, together.high) == (0.0, 1.0) and np.mean(np.array(means) == 0.0) > 0.025
-    assert alone.high - alone.low < 0.2
-    assert estimate([1.0] * 6, [0, 0, 1, 1, 2, 2]).low == wilson(1.0, 3)[0], "three trials, not six, and no width of 0"
+    assert alone.high - alone.low < 0.2 and (alone.low, alone.high) == wilson(0.5, 200)
+    found = estimate(values, clusters, (0, 1))
+    assert (found.low, found.high) == pytest.approx(wilson(0.5, 4))
+    assert estimate([1.0] * 6, [0, 0, 1, 1, 2, 2], (0, 1)).low == wilson(1.0, 3)[0], (
+        "three trials, not six, and no width of 0"
+    )
     assert estimate([0.5, 2.0], ["q", "q"]).high == math.inf, "one question bounds nothing"
     # Of one question with values in 0 to 1, Wilson's interval of one trial; it was infinite.
-    found = estimate([0.25, 0.75], ["q", "q"])
+    found = estimate([0.25, 0.75], ["q", "q"], (0, 1))
     assert (found.low, found.high, found.method) == (*wilson(0.5, 1), "wilson")
     assert (found.low, found.high) == pytest.approx((0.0546, 0.9454), abs=1e-4)  # 0.5 -+ z/2 * (1 + z^2)^-0.5
-    at = paired_difference([1.0, 1.0], [0.0, 1.0], ["q", "q"]).difference
+    at = paired_difference([1.0, 1.0], [0.0, 1.0], ["q", "q"], (0, 1)).difference
     assert (at.mean, at.low, at.high) == (0.5, *(2 * bound - 1 for bound in wilson(0.75, 1)))
     assert paired_difference([3.0], [1.0]).difference.high == math.inf
     assert wilson(0.0, 0) == (0.0, 1.0), "no trial excludes anything"
@@ -70,15 +111,16 @@ def test_mcnemar_by_throwing_every_coin(better, worse):
 
 def test_paired_shares():
     first, second = [1, 1, 1, 0, 1, 0, 1, 1], [0, 1, 0, 0, 1, 1, 0, 0]
-    found = paired_difference(first, second)
-    assert (found.better, found.worse, found.test) == (4, 1, "McNemar, exact")
-    assert found.p == mcnemar(4, 1) == 0.375
+    found = paired_difference(first, second, bounds=(0, 1))
+    assert (found.better, found.worse, found.test) == (4, 1, "sign-flip permutation")
+    assert found.p == mcnemar(4, 1) == 0.375 == paired_difference([0.5 * x for x in first], [0.5 * x for x in second]).p
     assert found.difference.mean == 3 / 8 and found.difference.low <= 3 / 8 <= found.difference.high
-    assert found.difference.method == "paired bootstrap"
+    assert (found.difference.method, paired_difference(first, second).difference.method) == ("wilson", "bootstrap")
     back = paired_difference(second, first)
     assert (back.difference.mean, back.p, back.better) == (-3 / 8, found.p, 1)
     # Equal policies are not told apart.
-    found = paired_difference([0.5, 0.2], [0.5, 0.2])
+    found = paired_difference([0.5, 0.2], [0.5, 0.2], bounds=(0, 1))
+    assert found.difference.low < 0 < found.difference.high
     assert (found.p, found.difference.mean, found.better, found.worse) == (1.0, 0.0, 0, 0)
     with pytest.raises(ValueError, match="first has 1 values, second 2"):
         paired_difference([1.0], [1.0, 0.0])

@@ -206,8 +206,8 @@ class Arena(ArenaSetup):
         filters = self.filters if self.credit is not None else replace(self.filters, drop_zero_advantage=False)
         causes, earlier, self._notes.samples = self._notes.causes, self._notes.samples, ()
         samples, drops = training_samples(results, filters, causes, partial(self.stages.prepare, self), earlier)
-        metrics = describe(results) | self._notes.metrics | count_without_advantage(samples, causes)
-        metrics |= self.stages.selected(self, results, samples)
+        metrics = describe(results, self.reward_functions) | self._notes.metrics
+        metrics |= count_without_advantage(samples, causes) | self.stages.selected(self, results, samples)
         batch = pack(samples, drops, metrics)
         if self.check_private:
             check_batch(batch, results)

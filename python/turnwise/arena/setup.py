@@ -10,6 +10,7 @@ from typing import Any, Literal
 from turnwise.arena.episode import Episode, check_episode
 from turnwise.arena.episode_checkpoints import EpisodeCheckpoints
 from turnwise.arena.rewards.mix import RewardMix, check_keys
+from turnwise.arena.rewards.rubric import Rubric
 from turnwise.arena.runtime.concurrency import AnswerLimit, EpisodeCounter, PrioritySemaphore
 from turnwise.arena.runtime.context import current_context
 from turnwise.arena.runtime.hashing import derive_seed
@@ -26,6 +27,7 @@ from turnwise.chat.known_formats import chat_format
 from turnwise.chat.tokenizers import own_copies
 from turnwise.chat.tools import by_name
 from turnwise.samples.filters import Filters
+from turnwise.samples.outcomes import RewardFacts
 from turnwise.types import (
     Actor,
     ByPolicy,
@@ -239,6 +241,12 @@ class ArenaSetup:
     def mix_of(self, episode_type: str) -> RewardMix:
         """Return the mix of an episode's rewards: its own, with the keys of ``reward`` that it serves."""
         return mix_of(self.episodes[episode_type], self.rewards_by_type.get(episode_type, self.reward))
+
+    @property
+    def reward_functions(self) -> dict[str, dict[str, RewardFacts]]:
+        """What the rubric of each type of episode declares of its functions, by their names."""
+        rubrics = {kind: getattr(episode, "rubric", None) for kind, episode in self.episodes.items()}
+        return {kind: rubric.functions for kind, rubric in rubrics.items() if isinstance(rubric, Rubric)}
 
     @property
     def actors(self) -> dict[str, Actor]:

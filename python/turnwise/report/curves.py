@@ -14,6 +14,7 @@ from typing import Any
 
 from turnwise.report.cluster import StepTimes, parts_of_step
 from turnwise.train.log.lines import TIME, parse_line, read_lines
+from turnwise.train.log.names import with_policy
 from turnwise.utils.files import open_regular
 
 
@@ -36,8 +37,9 @@ class ShownMetrics:
     actors: list[str] = field(default_factory=list)
 
 
-def read_shown_metrics(path: Path, points: int) -> ShownMetrics:
-    """Read the rows of ``path``, and keep about ``points`` of them for the curves. No file has no rows.
+def read_shown_metrics(path: Path, points: int, policy: str) -> ShownMetrics:
+    """Read the rows of ``path``, and keep about ``points`` of them for the curves. No file has no rows. Metrics of
+    updates without a policy are those of ``policy``.
 
     Raises ``ValueError`` naming a bad line.
     """
@@ -61,7 +63,7 @@ def read_shown_metrics(path: Path, points: int) -> ShownMetrics:
         kept = []
         for index in thin(kinds, list(kind_of), points):
             stream.seek(starts[index])
-            kept.append(parse_line(stream.readline(), path, index + 1))
+            kept.append(with_policy(parse_line(stream.readline(), path, index + 1), policy))
     shown.curves = {"rows": len(kinds), "step": [row["step"] for row in kept], "series": _series(kept)}
     return shown
 

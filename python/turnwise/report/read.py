@@ -61,11 +61,12 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
     # Read the files; episodes share prompts by their indices in ``prompts``.
     config = read_config_text(files[2])
     settings = parse_config(config)
-    metrics = read_shown_metrics(files[0], limits.points)
     prompts = Prompts()
     recorded, lines = read_episodes(files[1], limits)
     episodes = [episode(line, prompts) for line in lines]
     calls = [step for top in episodes for part in walk(top) for step in part["steps"]]
+    policies = names(settings.get("policies", {}), [step["policy"] for step in calls]) or ["default"]
+    metrics = read_shown_metrics(files[0], limits.points, policies[0])
     return {
         "name": folder.resolve().name,
         "config": None if config is None else hide_in(config, [*secrets_in(settings), *secrets_in(config)]),
@@ -79,7 +80,7 @@ def _read_run(folder: Path, limits: ReportLimits) -> dict[str, Any]:
         "warnings": list(read_rows(folder / "warnings.jsonl")),
         "actors": names(metrics.actors, [step["actor"] for step in calls]),
         "tasks": list(settings.get("tasks", {})),
-        "policies": names(settings.get("policies", {}), [step["policy"] for step in calls]),
+        "policies": policies,
         "recorded": recorded,
         "episodes": episodes,
         "prompts": prompts.all,

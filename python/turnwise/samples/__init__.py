@@ -1,5 +1,5 @@
 """Turns finished rollouts into training samples and packs them into a batch.
 
-Read in this order: collect, filters, training_samples, step_metrics, pack, ledger.
+Read in this order: collect, filters, training_samples, outcomes, step_metrics, pack, ledger.
 May import: types.
 """

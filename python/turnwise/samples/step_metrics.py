@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 
 from turnwise.samples.collect import nodes_of
+from turnwise.samples.outcomes import Outcomes, Rubrics
 from turnwise.types import CHILD, OK, GenerateResult
 
 SHORTENED = "shortened"
 """Key of the info of a step whose chat was shortened to fit the context (``Episode.on_context``)."""
 
 NO_CHILD: Mapping[str, Any] = MappingProxyType({})
-
-COUNTS = ("gateway/", "tool_calls/")
-"""Beginnings of the metrics that count calls."""
 
 MEANS = (
     "reward",
@@ -40,19 +38,6 @@ NOTED = ("team_difference", "overlong_penalty", "teacher_kl")
 """Numbers that some calls have among their facts."""
 
 _NOTED, _NOTHING = attrgetter(*(f"facts.{kind}" for kind in NOTED)), (None,) * len(NOTED)
-
-
-def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
-    """Return the metric ``name`` of an episode; ``None`` if the episode has none.
-
-    A name without an actor is the mean over the actors that have the metric.
-
-    Example: ``metric_value({"right/solver": 1.0, "right/checker": 0.0}, "right")`` is 0.5.
-    """
-    if name in metrics or "/" in name:
-        return metrics.get(name)
-    own = [value for key, value in metrics.items() if key.startswith(f"{name}/")]
-    return sum(own) / len(own) if own else None
 
 
 def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
@@ -81,14 +66,16 @@ def rows_of(names: Sequence[str | None]) -> dict[str, list[int]]:
     return rows
 
 
-def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
+def describe(results: Sequence[GenerateResult], rubrics: Rubrics = NO_CHILD) -> dict[str, float]:
     """Return the metrics of a whole step, nested episodes included.
+
+    ``rubrics`` has the reward functions of each type of episode.
 
     ``episodes``, ``episodes/failed``, ``episodes/retried`` (number of retries), ``sampled_tokens`` (all of them,
     trained on or not), ``playout_tokens`` (the part of them in a tree's playouts); means ``reward/<actor>`` and
-    ``metric/<name>`` over episodes without an error, where a reward that sub-agents take from their attempt counts
-    once; means ``completion_tokens/<actor>`` and ``truncated/<actor>``, the
-    share of calls that reached their token limit, over all calls; ``cut_calls/<actor>``, of the answers that call
+    ``metric/<name>`` over episodes without an error in which the actor acted (``samples.outcomes``), where a reward
+    that sub-agents take from their attempt counts once; means ``completion_tokens/<actor>`` and ``truncated/<actor>``,
+    the share of calls that reached their token limit, over all calls; ``cut_calls/<actor>``, of the answers that call
     tools, the share whose last call the limit cut; sums of what went wrong in episodes, such as
     ``tool_errors/<tool>`` and ``reward_errors/<function>``; ``shortened/<actor>``, the calls whose chat ``on_context``
     had shortened; ``ended/max_turns``, the share of finished multi-turn
@@ -100,14 +87,20 @@ def describe(results: Sequence[GenerateResult]) -> dict[str, float]:
     """
     # Rewards and metrics of episodes without an error. A child's reward that is its attempt's is counted there.
     rollouts = [node.rollout for node in nodes_of(results)]
-    valid = [rollout for rollout in rollouts if rollout.error is None]
-    paid = [rollout for rollout in valid if not rollout.meta.get(CHILD, NO_CHILD).get("inherits", False)]
     means: dict[str, defaultdict[str, list[float]]] = {kind: defaultdict(list) for kind in MEANS}
-    known = with_zero_counts([rollout.metrics for rollout in rollouts])
+    outcomes = Outcomes(rollouts, rubrics)
+    earned = [outcomes.of(rollout) for rollout in rollouts]
+    known = with_zero_counts([metrics for _, metrics in earned])
+    paid = [
+        (rollout.facts.raw_rewards or {}, rewards)
+        for rollout, (rewards, _) in zip(rollouts, earned, strict=True)
+        if rollout.error is None and not rollout.meta.get(CHILD, NO_CHILD).get("inherits", False)
+    ]
+    shaped = any(raw for raw, _ in paid)
     for kind, each in (
-        ("reward", [rollout.rewards for rollout in paid]),
+        ("reward", [rewards for _, rewards in paid]),
         ("metric", [metrics for rollout, metrics in zip(rollouts, known, strict=True) if rollout.error is None]),
-        ("raw_reward", [raw for rollout in paid if (raw := rollout.facts.raw_rewards)]),
+        ("raw_reward", [{**rewards, **raw} for raw, rewards in paid] if shaped else []),
     ):
         of_kind = means[kind]
         for values in each:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, ValidationError, field_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
+from turnwise.arena.rewards.rubric import SHARE
 from turnwise.tasks.base import TaskOptions
 from turnwise.tasks.generated import GeneratedTask
 from turnwise.types import EpisodeState
@@ -67,7 +68,8 @@ class TeamEpisode(MultiTurnEpisode):
         self.actors = tuple(self.team if actors is None else actors)
         paid = [*self.outcomes, *self.own_parts]
         weights = [*(1.0 for _ in paid), *(0.0 for _ in self.measures)]
-        self.rubric = Rubric([*paid, *self.measures], weights, own=self.own_parts)
+        shares = [function for function in (*paid, *self.measures) if function in (solved, valid_format)]
+        self.rubric = Rubric([*paid, *self.measures], weights, own=self.own_parts, ranges=dict.fromkeys(shares, SHARE))
 
     def rounds(self, state: EpisodeState) -> int:
         """Number of rounds."""

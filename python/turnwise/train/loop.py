@@ -229,7 +229,7 @@ class Trainer:
     def update_policies(self, batch: TrainingBatch) -> dict[str, float]:
         """Train each policy of the present phase on its own rows, and count the step, which is then complete.
 
-        With several policies, each metric name starts with the policy's name.
+        The name of each metric begins with the policy's.
         """
         in_phase = policies_at(self.progress.step, self.config.phases, self.policies)
         self.watch.samples(batch, in_phase)
@@ -238,8 +238,7 @@ class Trainer:
         metrics: dict[str, float] = {}
         try:
             for name, measured in updated.metrics.items():
-                prefix = f"{name}/" if len(self.policies) > 1 else ""
-                metrics |= {prefix + key: value for key, value in measured.items()}
+                metrics |= {f"{name}/{key}": value for key, value in measured.items()}
                 self.watch.updates(self.policies[name], measured)
             self.watch.weights(updated.trained, updated.moved)
             metrics |= self.arena.stages.trained()
@@ -257,7 +256,8 @@ class Trainer:
         metric = getattr(self.validation, "metric", None)
         training = {name for name in in_phase if self.policies[name].trainable}
         frozen = {actor.id for actor in self.arena.actors.values() if actor.policy not in training}
-        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes, frozen)
+        rubrics = self.arena.reward_functions
+        metrics |= summarize(batch, self.arena.last_results, metric, self.arena.episodes, frozen, rubrics)
 
     async def sync_weights(self) -> None:
         """Send the weights of every policy that changed to the client.

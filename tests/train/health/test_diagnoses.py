@@ -183,7 +183,7 @@ async def test_a_start_that_is_too_sharp_to_explore(played, sharpness):
         return {"first": 0.0}
 
     found, rows = await played(says, [none, differ], sharpness=sharpness, success="none/first")
-    assert (rows[0]["first/entropy"] < 0.05) == (sharpness > 1)
+    assert (rows[0]["default/first/entropy"] < 0.05) == (sharpness > 1)
     assert names(found) == {("sharp-start" if sharpness > 1 else "ties", "first")}
     assert "all attempts wrote the same" in found.found[0].text
 
@@ -293,6 +293,11 @@ async def test_a_rate_that_moves_the_policy_too_far(make_trainer):
     await trainer.run()
     found = diagnose(trainer.config.run_dir)
     assert ("far-steps", None) in names(found)
+    # Earlier versions named the metrics of the only policy without it.
+    rows = [{k.removeprefix("default/"): v for k, v in row.items()} for row in read_metrics(trainer.config.run_dir)]
+    for facts in (found.history.facts, None):
+        again = Diagnoser(facts)
+        assert ("far-steps", None) in {(each.name, each.actor) for row in rows for each in again.add(row)}
 
 
 def test_a_resumed_run_says_what_one_left_alone_says(tmp_path, monkeypatch):
@@ -380,8 +385,8 @@ def diagnosed_row(row):
                 steps[step]["success"] = value
     for name in ("entropy", "truncated"):
         for step, value in series.get(name, ()):
-            steps.setdefault(step, {}).update({f"{name}/{each}" if name == "truncated" else f"{each}/{name}": value
-                                               for each in actors})  # fmt: skip
+            pattern = "truncated/{}" if name == "truncated" else "default/{}/entropy"
+            steps.setdefault(step, {}).update({pattern.format(each): value for each in actors})
     diagnoser = Diagnoser(Facts(dict.fromkeys(actors, "default"), success=goal))
     for step in sorted(steps):
         diagnoser.add({"step": step, **steps[step]})

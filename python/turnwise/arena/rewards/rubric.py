@@ -20,6 +20,7 @@ from turnwise.arena.runtime.recording_hooks import recorded_limit
 from turnwise.arena.runtime.user_code import hook
 from turnwise.arena.runtime.watch import count_error
 from turnwise.samples.ledger import note_rewards
+from turnwise.samples.outcomes import RewardFacts
 from turnwise.types import CHILD_ACTORS, EpisodeState, RewardFunction, Rollout
 from turnwise.types.protocols import ArenaForHooks
 from turnwise.utils.registry import unique_names
@@ -32,6 +33,9 @@ model thought before it; both are "" if no actor acted."""
 
 GROUP_ARGUMENTS = ("rollouts", "arena")
 """Arguments that a group function may take. A function that takes ``rollouts`` is a group function."""
+
+SHARE = (0.0, 1.0)
+"""Range of a share."""
 
 RETRIES = 2
 """Further attempts of a reward function under ``on_error="retry"``."""
@@ -110,6 +114,9 @@ class Rubric:
     actor's own part, all others are the team's; ``valid`` lists functions that give the share of an actor's valid
     completions; the rest costs ``invalid_cost``.
 
+    ``ranges`` has the least and the largest value of functions; another value fails the episode. The intervals of an
+    evaluation follow from it. Functions of ``valid``, and that of a task's success, go from 0 to 1 by default.
+
     Example::
 
         def correct(extras, artifact):
@@ -132,6 +139,7 @@ class Rubric:
         blocking: bool = False,
         own: Collection[RewardFunction] = (),
         valid: Collection[RewardFunction] = (),
+        ranges: Mapping[Any, tuple[float, float]] | None = None,
     ) -> None:
         if callable(funcs):
             raise TypeError(f"funcs={funcs!r}: expected a list of reward functions")
@@ -158,6 +166,10 @@ class Rubric:
         self.own, self.valid = self._named("own", own), self._named("valid", valid)
         if set(grouped) & self.valid:
             raise ValueError("valid: expected functions of one rollout, not of a group")
+        self._named("ranges", ranges or ())
+        self.ranges = {self.funcs.index(func): bounds for func, bounds in (ranges or {}).items()}
+        if wrong := [bounds for bounds in self.ranges.values() if not bounds[0] < bounds[1]]:
+            raise ValueError(f"ranges={wrong[0]!r}: expected the least value, and a larger one")
 
     async def score(
         self, rollout: Rollout, arena: ArenaForHooks | None = None, state: EpisodeState | None = None
@@ -201,6 +213,13 @@ class Rubric:
         return score
 
     @property
+    def functions(self) -> dict[str, RewardFacts]:
+        """What is declared of each function, by its name."""
+        bounds = {**dict.fromkeys(self.valid, SHARE), **self.ranges}
+        facts = [RewardFacts(weight, bounds.get(index)) for index, weight in enumerate(self.weights)]
+        return dict(zip(self.names, facts, strict=True))
+
+    @property
     def is_grouped(self) -> bool:
         """True if any function is a group function, which takes ``rollouts``."""
         return bool(self._grouped)
@@ -235,6 +254,9 @@ class Rubric:
         if not by_actor and not isinstance(value, Mapping) and not is_by_token(value):
             score.metrics[name] = check_reward(value, f"reward function {name!r}")  # no actor was asked
         for actor, (reward, tokens) in by_actor.items():
+            low, high = self.ranges.get(index, (-math.inf, math.inf))
+            if not low <= reward <= high:
+                raise ValueError(f"reward function {name!r}, actor {actor!r}: got {reward!r}, expected {low} to {high}")
             score.metrics[f"{name}/{actor}"] = reward
             if weight:
                 total = score.rewards.get(actor, 0.0) + weight * reward

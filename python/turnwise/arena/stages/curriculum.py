@@ -20,7 +20,7 @@ from turnwise.arena.stores.contents import UNKNOWN
 from turnwise.arena.stores.indexes import IndexedPool
 from turnwise.arena.stores.question_rates import QuestionIndex, QuestionRates
 from turnwise.arena.stores.sampling import SMALL, AttemptStats, Learnability, WeightedPool
-from turnwise.samples.step_metrics import metric_value
+from turnwise.samples.outcomes import metric_value
 from turnwise.types import Artifact, EpisodeRequest, GenerateResult, Rollout
 from turnwise.types.facts import Question
 from turnwise.utils.values import problem

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from turnwise.arena.stages.stage import RunParts, Stage
-from turnwise.samples.step_metrics import COUNTS, metric_value
+from turnwise.samples.outcomes import COUNTS, metric_value
 from turnwise.types import GenerateResult, Sample
 
 SUCCESS = "success"

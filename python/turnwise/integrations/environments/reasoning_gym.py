@@ -11,6 +11,7 @@ from pydantic import Field
 
 from turnwise.arena import Episode, InvalidActionError, Rubric, SingleTurnEpisode, TreeSampler
 from turnwise.arena.rewards.invalid_action import parsing
+from turnwise.arena.rewards.rubric import SHARE
 from turnwise.arena.runtime.user_code import call
 from turnwise.integrations.environments.base.play import named_function, require
 from turnwise.integrations.environments.scoring import AnswerScorer, LockedScorer, PlainScorer
@@ -61,7 +62,7 @@ class ReasoningGymEpisode(SingleTurnEpisode):
         options = task.options
         self.episode_type = task.name
         self.scorer = task.scorer
-        self.rubric = Rubric([score, solved, answered], [1.0, 0.0, 0.0])
+        self.rubric = Rubric([score, solved, answered], [1.0, 0.0, 0.0], ranges={solved: SHARE, answered: SHARE})
         self.success = options.success
         self.render = named_function(options.render, "render")
         self.parse = named_function(options.parse, "parse")

@@ -16,6 +16,7 @@ from turnwise.arena import (
     TreeSampler,
     record_input,
 )
+from turnwise.arena.rewards.rubric import SHARE
 from turnwise.tasks.base import split_of
 from turnwise.tasks.proposer_solver.arithmetic import Size, read_answer, read_problem, value_of
 from turnwise.types import EpisodeRequest, EpisodeState, Message, Messages
@@ -96,7 +97,9 @@ class ProposeEpisode(MultiTurnEpisode):
         super().__init__(sampler=sampler, max_turns=1)
         self.attempts, self.curve, self.size = attempts, CURVES[curve], size or Size()
         self.train_solver, self.store_path = train_solver, store_path
-        self.rubric = Rubric([worth, valid_problem, pass_rate], [1.0, 0.0, 0.0], valid=[valid_problem])
+        self.rubric = Rubric(
+            [worth, valid_problem, pass_rate], [1.0, 0.0, 0.0], valid=[valid_problem], ranges={pass_rate: SHARE}
+        )
 
     def stores(self) -> Sequence[ArtifactStore]:
         return [ArtifactStore(STORE, path=self.store_path, dedup=True, sampling="weighted")]
@@ -181,7 +184,7 @@ class SolveEpisode(SingleTurnEpisode):
     actor = SOLVER
 
     def __init__(self) -> None:
-        self.rubric = Rubric([correct, answered], [1.0, 0.0])
+        self.rubric = Rubric([correct, answered], [1.0, 0.0], ranges={correct: SHARE, answered: SHARE})
 
     def get_prompt(self, artifact: Any) -> str:
         return artifact["question"]

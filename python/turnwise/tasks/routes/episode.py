@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from turnwise.arena import MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
+from turnwise.arena.rewards.rubric import SHARE
 from turnwise.tasks.routes.scoring import RouteEnv, RouteOutcome, RouteScoring
 from turnwise.tasks.routes.text import board_message, check_note, failure_note, parse_route
 from turnwise.tasks.teams import solved, valid_format
@@ -48,7 +49,8 @@ class RouteEpisode(MultiTurnEpisode):
         self.scoring = scoring or self.default_scoring
         measured = (solved, closeness, valid_format, legal_moves, moves)
         weights = [1.0, self.scoring.shaping, *(0.0 for _ in measured)]
-        self.rubric = Rubric([goal, gained, *measured], weights, own=[gained], valid=[valid_format])
+        shares = dict.fromkeys((solved, closeness, legal_moves), SHARE)
+        self.rubric = Rubric([goal, gained, *measured], weights, own=[gained], valid=[valid_format], ranges=shares)
 
     @abstractmethod
     def start(self, artifact: Any) -> dict[str, Any]:

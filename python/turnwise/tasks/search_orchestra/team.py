@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from turnwise.arena import Episode, MultiTurnEpisode, RewardMix, RewardParts, Rubric, TreeSampler
+from turnwise.arena.rewards.rubric import SHARE
 from turnwise.tasks.base import Demonstration, Player, Split, TaskOptions, with_round, with_team
 from turnwise.tasks.generated import GeneratedTask, texts_of
 from turnwise.tasks.questions import QuestionSet
@@ -82,6 +83,7 @@ class SearchOrchestraEpisode(MultiTurnEpisode):
             [1.0, 0.0 if self.by_action else 1.0, 0.0, 0.0, 0.0],
             own=[] if self.by_action else [own_part],  # under a tree the actions are mixed, not the whole episode
             valid=[readable],
+            ranges={found_share: SHARE},
         )
 
     def setup(self, state: EpisodeState, arena: Any, artifact: Any) -> None:

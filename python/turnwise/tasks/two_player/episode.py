@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnwise.arena import MultiTurnEpisode, Rubric
+from turnwise.arena.rewards.rubric import SHARE
 from turnwise.tasks.two_player.rules import SEATS, PlayerFactory, Rules
 from turnwise.types import EpisodeState, Messages
 
@@ -34,7 +35,8 @@ class TwoPlayerEpisode(MultiTurnEpisode):
         self.rules = rules
         self.players = dict(players)
         self.episode_type = rules.name
-        self.rubric = Rubric([payoff, score, readable, legal], [1.0, 0.0, 0.0, 0.0])
+        shares = [score, readable, legal]
+        self.rubric = Rubric([payoff, *shares], [1.0, 0.0, 0.0, 0.0], ranges=dict.fromkeys(shares, SHARE))
 
     def unserved_rewards(self) -> dict[str, str]:
         reason = "is a game that ends on an invalid action and pays both seats by its rules: expected task_options."

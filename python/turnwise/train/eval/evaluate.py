@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,9 +13,10 @@ import numpy as np
 
 from turnwise.arena import Arena
 from turnwise.arena.answers import Contribution
-from turnwise.samples.step_metrics import COUNTS, metric_value, with_zero_counts
+from turnwise.samples.outcomes import COUNTS, Outcomes, Rubrics, measuring, metric_value
+from turnwise.samples.step_metrics import with_zero_counts
 from turnwise.train.eval.show import invalid_reasons, texts_of
-from turnwise.train.eval.statistics import Estimate, PairedDifference, estimate, paired_difference, pass_at_k
+from turnwise.train.eval.statistics import Bounds, Estimate, PairedDifference, estimate, paired_difference, pass_at_k
 from turnwise.types import EpisodeRequest, GenerateResult, Sampling
 
 
@@ -23,16 +25,18 @@ class Evaluation:
     """Results of an evaluation. ``success`` is the mean of the success metric over all ``episodes``; ``failed`` ones
     count as 0. ``low`` and ``high`` are its 95% interval.
 
-    ``metrics`` holds the mean of every rubric metric over the finished episodes. ``estimates`` holds the same metrics
-    and ``reward/<actor>`` (in a two-player game the reward of each seat) with their intervals. ``pass_at`` has pass@k
-    by ``k`` for ``samples`` attempts at each question, if success is 0 or 1. ``values`` and ``clusters`` hold the
-    success and the question of every episode, in the order of the requests. ``contributions`` counts by actor how often
-    it changed, fixed and broke the answers that it was handed, over the finished episodes; only actors that were handed
-    an answer (``MultiTurnEpisode.team_answer``) are in it. ``by_task`` has the success of each task of a run with
-    several.
+    ``metrics`` holds the mean of every rubric metric over the finished episodes in which its actor acted. ``estimates``
+    holds the same metrics and ``reward/<actor>`` (in a two-player game of each seat) with their intervals. ``pass_at``
+    has pass@k by ``k`` for ``samples`` attempts at each question, if success goes from 0 to 1. ``values`` and
+    ``clusters`` hold the success and the question of every episode, in the order of the requests. ``contributions``
+    counts by actor how often it changed, fixed and broke the answers that it was handed, over the finished episodes;
+    only actors that were handed an answer (``MultiTurnEpisode.team_answer``) are in it. ``by_task`` has the success of
+    each task of a run with several.
 
     ``unmeasured`` counts the finished episodes without the metric: they count as 0 beside others that have it. If none
     has it, ``gap`` says so, ``success`` and ``values`` are NaN, and there is no interval.
+
+    ``bounds`` are the least and the largest success, 0 and 1 unless the rubric declares others; ``None``: any number.
 
     ``invalid`` counts invalid actions by their reason. ``shown`` has the first episodes as text, if asked for.
     """
@@ -53,6 +57,7 @@ class Evaluation:
     by_task: dict[str, Estimate] = field(default_factory=dict)
     unmeasured: int = 0
     gap: str = ""
+    bounds: Bounds | None = (0.0, 1.0)
     invalid: dict[str, int] = field(default_factory=dict)
     shown: list[str] = field(default_factory=list, repr=False)
 
@@ -117,21 +122,21 @@ async def evaluate(
     if not done:
         first = next((r.rollout.error for r in results if r.rollout.error), "no requests")
         raise ValueError(f"evaluation of {len(results)} episodes: none finished; first error:\n{first}")
-    names = sorted({name for rollout in done for name in rollout.metrics})
     # A failed episode counts as 0, and so does one without the metric, unless none has it. Episodes of one question
     # form a cluster.
     measured = [metric_value(rollout.metrics, metric) for rollout in done]
     unmeasured, gap = measured.count(None), ""
-    if unmeasured == len(done):
-        own = [name for name in names if not name.startswith(COUNTS)]
+    if not measuring(done, metric, view.reward_functions):
+        own = sorted({name for rollout in done for name in rollout.metrics if not name.startswith(COUNTS)})
         gap = f"metric={metric!r}: no finished episode has it, expected one of {', '.join(own) or 'none'}"
     found = iter(measured)
     values = [float((None if r.rollout.error is not None else next(found)) or 0.0) for r in results]
     clusters = [result.group_id for result in results]
-    success = estimate(values, clusters)
+    bounds = _success_bounds(metric, values, view.reward_functions)
+    success = estimate(values, clusters, bounds)
     if gap:
         values, success = [math.nan] * len(values), Estimate(math.nan, math.nan, math.nan, 0, "none")
-    estimates = _estimates(results)
+    estimates = _estimates(results, view.reward_functions, metric, bounds)
     return Evaluation(
         success.mean,
         success.low,
@@ -139,32 +144,72 @@ async def evaluate(
         episodes=len(results),
         failed=len(results) - len(done),
         sampled_tokens=sum(len(s.completion_token_ids) for r in results for w in r.walk() for s in w.rollout.steps),
-        metrics={name: estimates[name].mean for name in names},
+        metrics={name: at.mean for name, at in estimates.items() if not name.startswith("reward/")},
         estimates=estimates,
-        pass_at=_pass_at(values, clusters, samples),
+        pass_at=_pass_at(values, clusters, samples) if bounds == (0.0, 1.0) and not gap else {},
         samples=samples,
         values=values,
         clusters=clusters,
         contributions=_contributions(results),
-        by_task={} if gap else _by_task(results, values, clusters),
+        by_task={} if gap else _by_task(results, values, clusters, bounds),
         unmeasured=unmeasured,
         gap=gap,
+        bounds=bounds,
         invalid=invalid_reasons(results),
         shown=texts_of(results, values, show),
     )
 
 
-def _estimates(results: Sequence[GenerateResult]) -> dict[str, Estimate]:
-    """Estimate every metric and every actor's reward, over the finished episodes that have it."""
+def _estimates(
+    results: Sequence[GenerateResult], rubrics: Rubrics, metric: str, bounds: Bounds | None
+) -> dict[str, Estimate]:
+    """Estimate every metric and every actor's reward, over the finished episodes in which the actor acted.
+
+    ``bounds`` are those of the success ``metric``, and of its function.
+    """
     samples: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
     finished = [result for result in results if result.rollout.error is None]
-    measured = with_zero_counts([result.rollout.metrics for result in finished])
-    for result, metrics in zip(finished, measured, strict=True):
-        rewards = {f"reward/{actor}": reward for actor, reward in result.rollout.rewards.items()}
+    outcomes = Outcomes([result.rollout for result in finished], rubrics)
+    earned = [outcomes.of(result.rollout) for result in finished]
+    measured = with_zero_counts([metrics for _, metrics in earned])
+    for result, (paid, _), metrics in zip(finished, earned, measured, strict=True):
+        rewards = {f"reward/{actor}": reward for actor, reward in paid.items()}
         for name, value in {**metrics, **rewards}.items():
             samples[name][0].append(float(value))
             samples[name][1].append(result.group_id)
-    return {name: estimate(*samples[name]) for name in sorted(samples)}
+    function, estimates = metric.partition("/")[0], {}
+    for name, (values, clusters) in sorted(samples.items()):
+        own = bounds if name.partition("/")[0] == function else _declared(name, rubrics)
+        within = own is not None and own[0] <= min(values) and max(values) <= own[1]  # of other actors, too
+        estimates[name] = estimate(values, clusters, own if within else None)
+    return estimates
+
+
+def _declared(name: str, rubrics: Rubrics) -> Bounds | None:
+    """Return the bounds that all rubrics declare of the function of a metric, with 0, which counts where it pays
+    nothing; ``None`` if they declare none, or different ones."""
+    own, _, rest = name.partition("/")
+    functions = own, rest.partition("/")[0]  # behind the name of a task, in a run of several
+    found = {of[function].bounds for of in rubrics.values() for function in functions if function in of}
+    bounds = found.pop() if len(found) == 1 else None
+    if bounds is None or not math.isfinite(bounds[1] - bounds[0]):
+        return None
+    return min(bounds[0], 0.0), max(bounds[1], 0.0)
+
+
+def _success_bounds(metric: str, values: Sequence[float], rubrics: Rubrics) -> Bounds | None:
+    """Return the bounds of success: those that the rubric declares, else 0 and 1. Warn of values beyond these."""
+    function = metric.partition("/")[0]
+    if any(of[function].bounds is not None for of in rubrics.values() if function in of):
+        return _declared(metric, rubrics)
+    if min(values) >= 0 and max(values) <= 1:
+        return 0.0, 1.0
+    warnings.warn(
+        f"metric={metric!r}: got {min(values):g} to {max(values):g}, expected a success of 0 to 1. Its interval is that"
+        f" of an unbounded number: declare the range, as in Rubric(..., ranges={{{function}: (0, 10)}})",
+        stacklevel=3,
+    )
+    return None
 
 
 def _contributions(results: Sequence[GenerateResult]) -> dict[str, Contribution]:
@@ -177,7 +222,7 @@ def _contributions(results: Sequence[GenerateResult]) -> dict[str, Contribution]
 
 
 def _by_task(
-    results: Sequence[GenerateResult], values: Sequence[float], clusters: Sequence[Hashable]
+    results: Sequence[GenerateResult], values: Sequence[float], clusters: Sequence[Hashable], bounds: Bounds | None
 ) -> dict[str, Estimate]:
     of_task: defaultdict[str, tuple[list[float], list[Hashable]]] = defaultdict(lambda: ([], []))
     for result, value, cluster in zip(results, values, clusters, strict=True):
@@ -185,16 +230,17 @@ def _by_task(
             own = of_task[task]
             own[0].append(value)
             own[1].append(cluster)
-    return {task: estimate(*own) for task, own in of_task.items()}
+    return {task: estimate(*own, bounds) for task, own in of_task.items()}
 
 
 def _pass_at(values: Sequence[float], clusters: Sequence[Hashable], samples: int) -> dict[int, Estimate]:
-    """Return pass@k for the powers of 2 up to ``samples`` and for ``samples``; empty if a success is not 0 or 1."""
-    if samples == 1 or not set(values) <= {0.0, 1.0}:
+    """Return pass@k for the powers of 2 up to ``samples`` and for ``samples``. An attempt passes with success 1."""
+    if samples == 1:
         return {}
-    counts = np.array(values).reshape(-1, samples).sum(axis=1).astype(int)
+    counts = (np.array(values).reshape(-1, samples) == 1).sum(axis=1)
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
-    return {k: estimate([pass_at_k(samples, int(count), k) for count in counts], clusters[::samples]) for k in ks}
+    rates = {k: [pass_at_k(samples, int(count), k) for count in counts] for k in ks}
+    return {k: estimate(of_k, clusters[::samples], (0.0, 1.0)) for k, of_k in rates.items()}
 
 
 def compare(first: Evaluation, second: Evaluation) -> PairedDifference | None:
@@ -206,4 +252,5 @@ def compare(first: Evaluation, second: Evaluation) -> PairedDifference | None:
         raise ValueError("first and second have different questions: evaluate both with the same requests")
     if first.gap or second.gap:
         return None
-    return paired_difference(first.values, second.values, first.clusters)
+    bounds = first.bounds if first.bounds == second.bounds else None
+    return paired_difference(first.values, second.values, first.clusters, bounds)

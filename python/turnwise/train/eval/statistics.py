@@ -31,7 +31,7 @@ class Estimate:
     method: str
 
 
-def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
+def wilson(share: float, n: float, z: float = Z) -> tuple[float, float]:
     """Return Wilson's score interval of a share of ``n`` trials (E. B. Wilson, JASA 22, 1927); 0 to 1 for none."""
     if not n:
         return 0.0, 1.0
@@ -41,28 +41,53 @@ def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
     return (0.0 if share == 0 else max(0.0, centre - half)), (1.0 if share == 1 else min(1.0, centre + half))
 
 
-def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
+Bounds = tuple[float, float]
+"""Least and largest value that a metric can have."""
+
+
+def estimate(
+    values: Sequence[float], clusters: Sequence[Hashable] | None = None, bounds: Bounds | None = None
+) -> Estimate:
     """Return the mean of ``values`` and its interval. ``clusters`` names the cluster of each value: values of one
     cluster, such as the samples of one question, are not independent.
 
-    Zeros and ones get Wilson's interval if each cluster has one value, or if all are equal (with the clusters as
-    trials). Other values get the percentile bootstrap over clusters (B. Efron and R. Tibshirani, An Introduction to the
-    Bootstrap, 1993, chapter 13). A single cluster of values in 0 to 1 counts as one trial of Wilson's interval, because
-    no distribution there varies more; for other values the bounds are infinite. Raises ``ValueError`` for no values.
+    The method follows from the ``bounds`` of the metric, not from the values. With them it is Wilson's interval for
+    :func:`trials`. Without them it is the percentile bootstrap over clusters (B. Efron and R. Tibshirani, An
+    Introduction to the Bootstrap, 1993, chapter 13), which bounds nothing if all clusters are equal. Raises
+    ``ValueError`` for no values, and for one beyond the bounds.
     """
     if not len(values):
         raise ValueError("values is empty: expected at least one")
     data = np.asarray(values, dtype=np.float64)
-    sums, sizes = _by_cluster(data, clusters)
-    mean, is_share = float(data.mean()), bool(np.isin(data, (0.0, 1.0)).all())
-    if is_share and (len(sums) == len(data) or mean in (0.0, 1.0)):
-        low, high = wilson(mean, len(sums))
-        return Estimate(mean, low, high, len(data), "wilson")
-    if len(sums) == 1 and ((data >= 0) & (data <= 1)).all():
-        low, high = wilson(mean, 1)
-        return Estimate(mean, low, high, len(data), "wilson")
-    low, high = _bootstrap(sums, sizes)
-    return Estimate(mean, low, high, len(data), "bootstrap")
+    mean, (sums, sizes) = float(data.mean()), _by_cluster(data, clusters)
+    if bounds is None:
+        return Estimate(mean, *_bootstrap(sums, sizes), len(data), "bootstrap")
+    least, width = bounds[0], bounds[1] - bounds[0]
+    if data.min() < least or data.max() > bounds[1]:
+        raise ValueError(f"values={data.min():g} to {data.max():g}: expected numbers within bounds={bounds!r}")
+    share = min(max((mean - least) / width, 0.0), 1.0)
+    low, high = wilson(share, trials((sums - least * sizes) / width, sizes))
+    return Estimate(mean, least + width * low, least + width * high, len(data), "wilson")
+
+
+def trials(sums: np.ndarray, sizes: np.ndarray) -> float:
+    """Return how many independent trials say as much about a share as clusters of values in 0 to 1.
+
+    It is the number of values divided by their design effect (L. Kish, Survey Sampling, 1965, section 8.2): the squared
+    deviations of the clusters' ``sums`` from the mean times their ``sizes``, relative to those of independent zeros and
+    ones, and at most the effect of equal values in each cluster. ``Z ** 2`` clusters of zeros or ones are added, half
+    of each (A. Agresti and B. Coull, The American Statistician 52, 1998), so that a few values that happen to be alike
+    don't count as many trials. Clusters of one value that is 0 or 1 are a trial each.
+    """
+    count, values, size = len(sums), sizes.sum(), (sizes**2).sum() / sizes.sum()
+    if count == 1:
+        return float(values / size)
+    share, more = sums.sum() / values, Z**2 * size
+    deviations = count / (count - 1) * ((sums - share * sizes) ** 2).sum()
+    added = (sums.sum() + more / 2) / (values + more)
+    spread = more * added * (1 - added)
+    effect = (deviations + size * spread) / (values * share * (1 - share) + spread)
+    return float(values / min(size, effect))
 
 
 def _by_cluster(data: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:
@@ -77,6 +102,8 @@ def _by_cluster(data: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[
 def _bootstrap(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
     count, rng = len(sums), np.random.default_rng(0)
     if count < 2:
+        return -math.inf, math.inf
+    if np.ptp(sums / sizes) == 0:
         return -math.inf, math.inf
     means, block = [], max(1, _AT_ONCE // count)
     for start in range(0, DRAWS, block):
@@ -101,27 +128,25 @@ class PairedDifference:
 
 
 def paired_difference(
-    first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None
+    first: Sequence[float],
+    second: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    bounds: Bounds | None = None,
 ) -> PairedDifference:
     """Compare two measurements of the same questions, value by value.
 
-    The interval is a paired bootstrap, which draws whole clusters of differences; for a single cluster see
-    :func:`estimate`. The test is McNemar's exact one if all values are 0 or 1, one per cluster (Q. McNemar,
-    Psychometrika 12, 1947). Otherwise it is a permutation test that flips the sign of whole clusters (R. A. Fisher,
-    The Design of Experiments, 1935, section 21). Raises ``ValueError`` for unequal lengths or no values.
+    The interval is :func:`estimate`'s for the differences, whose bounds follow from those of the values. The test is a
+    permutation test that flips the sign of whole clusters (R. A. Fisher, The Design of Experiments, 1935, section 21).
+    For differences of one size it is McNemar's exact test (Q. McNemar, Psychometrika 12, 1947). Raises ``ValueError``
+    for unequal lengths or no values.
     """
     if len(first) != len(second) or not len(first):
         raise ValueError(f"first has {len(first)} values, second {len(second)}: expected as many, and at least one")
     one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    sums, sizes = _by_cluster(one - other, clusters)
-    low, high = _bootstrap(sums, sizes)
-    method = "paired bootstrap"
-    if len(sums) == 1 and ((one >= 0) & (one <= 1) & (other >= 0) & (other <= 1)).all():
-        method, (low, high) = "wilson", (2 * bound - 1 for bound in wilson((float((one - other).mean()) + 1) / 2, 1))
-    difference = Estimate(float((one - other).mean()), low, high, len(one), method)
+    sums, _ = _by_cluster(one - other, clusters)
+    widths = None if bounds is None else (bounds[0] - bounds[1], bounds[1] - bounds[0])
+    difference = estimate((one - other).tolist(), clusters, widths)
     better, worse = int((sums > 0).sum()), int((sums < 0).sum())
-    if len(sums) == len(one) and np.isin(np.concatenate([one, other]), (0.0, 1.0)).all():
-        return PairedDifference(difference, mcnemar(better, worse), "McNemar, exact", better, worse)
     return PairedDifference(difference, _sign_flips(sums), "sign-flip permutation", better, worse)
 
 
@@ -135,9 +160,12 @@ def mcnemar(better: int, worse: int) -> float:
 def _sign_flips(sums: np.ndarray) -> float:
     """Return the share of sign patterns whose sum is at least as far from 0 as the true sum.
 
-    Up to 12 non-zero sums it tries all patterns; beyond, random ones, and counts the true pattern among them.
+    It counts all patterns of sums of one size, and of up to 12 others. Beyond, it draws some, and counts the true one
+    among them.
     """
     nonzero = sums[sums != 0]
+    if len(nonzero) and np.ptp(np.abs(nonzero)) <= 1e-9 * np.abs(nonzero[0]):
+        return mcnemar(int((nonzero > 0).sum()), int((nonzero < 0).sum()))
     if len(nonzero) <= 12:
         patterns = 1 - 2 * ((np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero))) & 1)
         extra = 0

@@ -30,7 +30,7 @@ from typing import Any
 from turnwise.arena import Stage
 from turnwise.arena.stages.stage import BatchNotes
 from turnwise.samples.collect import nodes_of
-from turnwise.samples.step_metrics import metric_value
+from turnwise.samples.outcomes import metric_value
 from turnwise.train.health.history import ALIKE, FAILED, SAME, SUCCEEDED, TIES
 from turnwise.types import GenerateResult, GroupedCredit, Rollout, Sample
 from turnwise.types.prompts import Prefix, prompt_tokens

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from turnwise.train.health.diagnoses import DIAGNOSES
 from turnwise.train.health.history import RECENT, Facts, History
 from turnwise.train.log.lines import read_rows, rows_with
+from turnwise.train.log.names import with_policy
 from turnwise.utils.files import read_regular, replace_text
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ class Diagnoser:
             return []
         if self.history is None:
             self.history = History(Facts.guessed(row))
-        self.history.add(row)
+        policies = set(self.history.facts.actors.values()) - {""}
+        self.history.add(with_policy(row, *policies) if len(policies) == 1 else row)
         new: list[Diagnosed] = []
         if old:
             return new
@@ -110,7 +112,7 @@ def facts_of(trainer: TrainerView) -> Facts:
     known = all(hasattr(rubric, "names") for rubric in rubrics)
     paid = {name for rubric in rubrics if known for name, w in zip(rubric.names, rubric.weights, strict=True) if w}
     success = getattr(trainer.arena.stages["answers"], "success", None)  # another may have taken its name
-    return Facts(actors, len(trainer.policies) > 1, success, tuple(sorted(paid)) if rubrics and known else None)
+    return Facts(actors, success, tuple(sorted(paid)) if rubrics and known else None)
 
 
 def begin(trainer: TrainerView, before: int) -> Diagnoser:

@@ -193,13 +193,14 @@ def sharp_start(history: History) -> Iterator[Finding]:
 
 def far_steps(history: History) -> Iterator[Finding]:
     """Name a policy that one step moves too far."""
-    for policy in sorted(set(history.facts.actors.values())):
+    policies = sorted(set(history.facts.actors.values()))
+    for policy in policies:
         kl = history.now(history.of_policy("approx_kl_k3", policy), EARLY) or 0.0
         clipped = sum(
             history.now(history.of_policy(f"clip_fraction_{side}", policy), EARLY) or 0.0 for side in ("low", "high")
         )
         if kl > FAR_KL or clipped > FAR_CLIPPED:
-            name = f" {policy!r}" if policy and history.facts.several else ""
+            name = f" {policy!r}" if len(policies) > 1 else ""
             yield Finding(
                 None,
                 f"each step moves the policy{name} far: KL {kl:.2g} nats per token "

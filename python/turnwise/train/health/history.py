@@ -22,15 +22,13 @@ EARLY, RECENT = 3, 5
 class Facts:
     """What a run doesn't write into each step.
 
-    ``actors`` maps the actors that train to their policies, whose names begin metrics if there are ``several``.
-    ``paid`` has the reward functions with a weight; ``None``: unknown. ``success`` is the metric that says if an
-    episode succeeded.
+    ``actors`` maps the actors that train to their policies, ``""`` if that is unknown. ``paid`` has the reward
+    functions with a weight; ``None``: unknown. ``success`` is the metric that says if an episode succeeded.
 
     Example: ``Facts({"solver": "default"}, success="solved/solver", paid=("solved", "form"))``
     """
 
     actors: Mapping[str, str]
-    several: bool = False
     success: str | None = None
     paid: tuple[str, ...] | None = None
 
@@ -43,7 +41,7 @@ class Facts:
         try:
             read: dict[str, Any] = json.loads(text)
             paid = read["paid"]
-            return cls(read["actors"], read["several"], read["success"], None if paid is None else tuple(paid))
+            return cls(read["actors"], read["success"], None if paid is None else tuple(paid))
         except (KeyError, TypeError) as error:
             raise ValueError(f"expected the facts of a run, got {text[:80]!r}") from error
 
@@ -55,7 +53,8 @@ class Facts:
             name.partition("/")[2]: "" for name in row if name.startswith("samples/")
         }
         policies = {name.partition("/")[0] for name in row if name.endswith("/grad_norm")}
-        return cls(dict.fromkeys(actors, next(iter(policies), "")), several=len(policies) > 1)
+        of_actor = {actor: policy for policy in policies for actor in actors if f"{policy}/{actor}/tokens" in row}
+        return cls({actor: of_actor.get(actor, next(iter(policies), "")) for actor in actors})
 
 
 @dataclass(slots=True)
@@ -92,7 +91,7 @@ class History:
 
     def of_policy(self, name: str, policy: str) -> str:
         """Return the name of a metric that updates measure."""
-        return f"{policy}/{name}" if self.facts.several else name
+        return f"{policy}/{name}" if policy else name
 
     def success(self, *, early: bool = False) -> float | None:
         """Return the success while sampling, now or at the start; ``None`` if the run measures none."""

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from turnwise.samples.step_metrics import metric_value
+from turnwise.samples.outcomes import Rubrics, measuring, metric_value
+from turnwise.samples.step_metrics import describe
 from turnwise.train.callbacks import TrainerView
 from turnwise.train.checkpoint.run_state import generator_states, random_state, set_generator_states, set_random_state
 from turnwise.train.config.toml import ConfigError
 from turnwise.types import EpisodeRequest, GenerateResult
 from turnwise.utils.values import problem
 
+MEASURED = ("metric/", "reward/")
+
 
 @dataclass(slots=True)
 class Attempts:
     """Episodes of the starting policy: their successes by ``metric``, and the means of all metrics and rewards.
 
-    ``rewards`` has the different rewards that the samples of each question earned.
+    ``rewards`` has the different rewards that the samples of each question earned, ``rubrics`` the reward functions of
+    each type of episode.
     """
 
     metric: str
+    rubrics: Rubrics = field(default_factory=dict)
     episodes: int = 0
     successes: int = 0
     measured: bool = False
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    counts: Counter[str] = field(default_factory=Counter)
+    results: list[GenerateResult] = field(default_factory=list)
     rewards: defaultdict[Hashable, set[tuple[tuple[str, float], ...]]] = field(default_factory=lambda: defaultdict(set))
 
     def add(self, result: GenerateResult) -> None:
@@ -34,19 +38,17 @@ class Attempts:
         rollouts = [node.rollout for node in result.walk() if node.rollout.error is None]
         self.episodes += 1
         values = [value for rollout in rollouts if (value := metric_value(rollout.metrics, self.metric)) is not None]
-        self.measured |= bool(values)
+        self.measured |= bool(measuring(rollouts, self.metric, self.rubrics))
         self.successes += any(value > 0 for value in values)
-        for rollout in rollouts:
-            rewards = {f"reward/{actor}": reward for actor, reward in rollout.rewards.items()}
-            for name, value in (rollout.metrics | rewards).items():
-                self.sums[name] += value
-                self.counts[name] += 1
+        self.results.append(result)
         earned = result.rollout.rewards.items()
         self.rewards[result.group_id].add(tuple(sorted((actor, round(reward, 6)) for actor, reward in earned)))
 
     def means(self) -> str:
-        """Return ``format 0.25, reward/solver -0.1``."""
-        return ", ".join(f"{name} {self.sums[name] / count:.3g}" for name, count in sorted(self.counts.items()))
+        """Return ``format/solver 0.25, reward/solver -0.1``."""
+        numbers = describe(self.results, self.rubrics)
+        measured = {name: value for name, value in numbers.items() if name.startswith(MEASURED)}
+        return ", ".join(sorted(f"{name.removeprefix('metric/')} {value:.3g}" for name, value in measured.items()))
 
 
 async def check_start(trainer: TrainerView, questions: Sequence[EpisodeRequest], metric: str) -> None:
@@ -59,7 +61,7 @@ async def check_start(trainer: TrainerView, questions: Sequence[EpisodeRequest],
     before, torch_before = random_state(trainer.rng), generator_states()
     await trainer.sync_weights()
     view, most = trainer.arena.evaluation(), trainer.config.health.start_samples
-    attempts, copies = Attempts(metric), 0
+    attempts, copies = Attempts(metric, trainer.arena.reward_functions), 0
     while copies < most and not attempts.successes and (attempts.measured or not copies):
         more = min(max(1, copies), most - copies)
         # Without seeds of their own, all samples of a question differ, also those of different rounds.

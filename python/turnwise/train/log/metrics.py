@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from turnwise.samples.outcomes import Rubrics, measuring, metric_value
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.log.lines import TIME
 from turnwise.types import GenerateResult, MeasuredClient, PooledClient, RoutedClient, TrainingBatch
@@ -34,6 +35,7 @@ def summarize(
     metric: str | None,
     episodes: Mapping[str, Episode] | None = None,
     frozen: Collection[str] = (),
+    rubrics: Rubrics | None = None,
 ) -> dict[str, float]:
     """Return the metrics of one step: the batch's own, rewards, success, and counts of samples.
 
@@ -41,7 +43,7 @@ def summarize(
     ``metric`` while sampling. It is named ``success_selected`` if a tree in ``episodes`` continues the branches with
     the highest rewards: then it measures the best of N at each node, not the policy itself. The counts are the samples
     that train, overall and by actor, and those that were dropped, by cause. All calls of the actors that are ``frozen``
-    in this step count as ``not_trainable``.
+    in this step count as ``not_trainable``. ``rubrics`` has the reward functions of each type of episode.
     """
     # Rewards of all steps, overall and by actor.
     rows = Counter(batch.actors[index] for index in batch.actor_index)
@@ -55,11 +57,13 @@ def summarize(
     if rewards:
         summary["reward"] = float(np.mean([value for values in rewards.values() for value in values]))
     # Success, under another name if a tree selected the branches by reward.
-    if f"metric/{metric}" in batch.metrics:
-        measured = [node.rollout for top in results for node in top.walk() if metric in node.rollout.metrics]
-        samplers = [getattr((episodes or {}).get(rollout.episode_type), "sampler", None) for rollout in measured]
+    rollouts = [result.rollout for top in results for result in top.walk()]
+    played = [rollout for rollout in rollouts if rollout.error is None and rollout.facts.dropped is None]
+    if metric and (kinds := measuring(played, metric, rubrics or {})):
+        samplers = [getattr((episodes or {}).get(kind), "sampler", None) for kind in kinds]
         selected = any(sampler is not None and sampler.favours for sampler in samplers)
-        summary["success_selected" if selected else "success"] = batch.metrics[f"metric/{metric}"]
+        values = [metric_value(rollout.metrics, metric) or 0.0 for rollout in played if rollout.episode_type in kinds]
+        summary["success_selected" if selected else "success"] = float(np.mean(values))
     # Counts; an actor whose samples were all dropped counts as 0.
     drops = Counter[str]()
     for (actor, cause), count in [*batch.drops.items(), *(((actor, NOT_TRAINABLE), rows[actor]) for actor in frozen)]:

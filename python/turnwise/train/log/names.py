@@ -7,9 +7,10 @@ part stands for text without a slash, ``<function>`` and ``<name>`` for any text
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +41,34 @@ def _rows(*rows: tuple[str, str, str, str, str]) -> tuple[Metric, ...]:
     return tuple(Metric(*row) for row in rows)
 
 
-EPISODES, PAID, CALLS, TOKENS = "episodes without an error", "episodes that paid the actor", "calls", "trained tokens"
+EPISODES, ACTED = "episodes without an error", "episodes without an error in which the actor acted"
+CALLS, TOKENS = "calls", "trained tokens"
+
+OF_POLICY = ("<policy>/", "<policy>/<actor>/")
 
 GROUPS: tuple[Group, ...] = (
     Group(
         "Success and rewards",
-        "Sampled, with every branch of a tree. A run of several tasks also has them for each, as `<task>/<name>`.",
+        "Sampled, with every branch of a tree. A run of several tasks also has them for each: "
+        "`metric/<task>/<name>`.",
         _rows(
-            ("success", "share", EPISODES, "rises", "mean of the task's success metric"),
+            ("success", "share", EPISODES, "rises", "mean of the task's success metric, 0 without it"),
             ("success_selected", "share", EPISODES, "rises", "the same where a tree goes on from the best branches"),
             ("reward", "reward", "calls with a reward of their own", "rises", "mean step reward"),
             ("step_reward/<actor>", "reward", "the actor's calls with one", "rises", "mean step reward"),
-            ("reward/<actor>", "reward", PAID, "rises", "mean reward of the rubric; a child that inherits counts once"),
-            ("raw_reward/<actor>", "reward", PAID, "", "the same before an overlong penalty"),
+            ("reward/<actor>", "reward", ACTED, "rises", "mean reward of the rubric, 0 where it pays nothing; a child "
+             "that inherits counts once"),
+            ("raw_reward/<actor>", "reward", ACTED, "", "the same before an overlong penalty"),
             ("overlong_penalty/<actor>", "reward", "the actor's calls", "near 0", "what calls near their limit lost"),
-            ("metric/<function>", "as returned", EPISODES, "", "mean value of a reward function, or of an episode's "
-             "metric; 0 where an invalid action ended the episode"),
+            ("metric/<function>", "as returned", ACTED, "", "mean value of a reward function; 0 where an invalid action"
+             " ended the episode, or where it pays and left the actor out; none if it never names the actor"),
             ("team_difference/<actor>", "reward", "the actor's actions", "above 0", "change of the team's value"),
             ("teacher_kl/<actor>", "nats per token", "calls with a teacher", "falls", "log-prob minus the teacher's"),
             ("payoffs/none", "share", "episodes that reward several actors", "falls", "none earns more than 0"),
             ("payoffs/general_sum", "share", "episodes that reward several actors", "", "rewards differ and don't add "
              "up to 0"),
         ),
-        ("", "<task>/"),
+        ("", "metric/<task>/"),
     ),
     Group(
         "Episodes and calls",
@@ -122,8 +128,8 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         "Updates",
-        "Of a policy, over all its updates of the step. Those of single actors begin with the actor. With several "
-        "policies all begin with the policy.",
+        "Of a policy, over all its updates of the step. Each name begins with the policy's; in those of single actors "
+        "the actor's follows: `default/entropy`, `default/solver/entropy`.",
         _rows(
             ("loss", "", "updates", "", "mean loss"),
             ("grad_norm", "", "updates", "steady", "norm of the gradient before clipping"),
@@ -162,7 +168,7 @@ GROUPS: tuple[Group, ...] = (
             ("explained_variance", "share", TOKENS, "above 0", "variance of the returns that the values explain"),
             ("teacher_forward_kl", "nats per token", TOKENS, "falls", "forward KL to the teacher"),
         ),
-        ("", "<actor>/", "<policy>/", "<policy>/<actor>/"),
+        OF_POLICY,
     ),
     Group(
         "Validation",
@@ -225,7 +231,7 @@ def groups() -> list[Group]:
 
     rows = [row for term in term_classes(FEATURES) for row in term.described]
     text = "Only where the config asks for them; they begin like those of updates."
-    return [*GROUPS, Group("Features", text, _rows(*rows), ("", "<actor>/", "<policy>/", "<policy>/<actor>/"))]
+    return [*GROUPS, Group("Features", text, _rows(*rows), OF_POLICY)]
 
 
 _ANY = ("function", "name")
@@ -257,3 +263,26 @@ def metric_of(name: str) -> Metric | None:
     Example: ``metric_of("truncated/solver").unit`` is ``"share"``.
     """
     return next((metric for pattern, metric in _patterns() if pattern.match(name)), None)
+
+
+def with_policy(row: Mapping[str, Any], policy: str) -> Mapping[str, Any]:
+    """Return a step's metrics as they are named now. Runs of one policy once wrote ``loss`` for ``<policy>/loss``.
+
+    Example: ``with_policy({"updates": 1, "step": 3}, "default")`` is ``{"default/updates": 1, "step": 3}``.
+    """
+    if "updates" not in row:  # which each update wrote
+        return row
+    actors = {name.partition("/")[2] for name in row if name.startswith("completion_tokens/")}
+
+    def renamed(name: str) -> str:
+        actor, _, rest = name.partition("/")
+        bare = rest if actor in actors else name
+        return f"{policy}/{name}" if _of_updates().match(bare) else name
+
+    return {renamed(name): value for name, value in row.items()}
+
+
+@cache
+def _of_updates() -> re.Pattern[str]:
+    """Match the metrics of updates without their policy and actor."""
+    return re.compile("|".join(_regex(metric.name) for group, metric in metrics() if group.before == OF_POLICY))

@@ -194,15 +194,14 @@ class Prometheus:
             if name.startswith(start):
                 labels["engine"], _, last = name.removeprefix(start).rpartition("/")
                 name = start + last
-        parts, several = name.split("/"), len(self._policies) > 1
-        kept = []
+        parts, kept = name.split("/"), []
         for index, part in enumerate(parts):
             inside = parts[0] == "validation" and 0 < index < len(parts) - 1
             matches = {
-                "policy": part in self._policies and (index > 0 or several),
+                "policy": part in self._policies,
                 "actor": (part in self._actors and parts[0] != "cluster") or inside,
             }
-            # A policy's metrics start with its name if there are several; elsewhere the name is that of an actor.
+            # A policy's metrics begin with its name; elsewhere the name is that of an actor.
             order = ("policy", "actor") if index == 0 else ("actor", "policy")
             label = next((kind for kind in order if matches[kind] and kind not in labels and len(parts) > 1), None)
             if label is None:

@@ -228,19 +228,18 @@ class KLPenalty(Stage):
     def trained(self) -> dict[str, float]:
         """Adapt each policy's coefficient to the KL of the last batch, and return metrics.
 
-        These are the KL (per token, k1), the coefficient that was used, and the mean penalty of a row. With several
-        policies, metric names start with the policy's name.
+        These are the KL (per token, k1), the coefficient that was used, and the mean penalty of a row.
         """
         metrics: dict[str, float] = {}
         for name, by_actor in self._measured.items():
-            term, prefix = terms_of(self.policies[name])["kl"], f"{name}/" if len(self.policies) > 1 else ""
+            term = terms_of(self.policies[name])["kl"]
             coef = term.coefficient(self.config)
             kl, tokens, rows = (sum(values) for values in zip(*by_actor.values(), strict=True))
             metrics |= {
-                f"{prefix}kl": kl / max(tokens, 1),
-                f"{prefix}kl_coef": coef,
-                f"{prefix}kl_penalty": coef * kl / rows,
-                **{f"{prefix}{actor}/kl": total / max(count, 1) for actor, (total, count, _) in by_actor.items()},
+                f"{name}/kl": kl / max(tokens, 1),
+                f"{name}/kl_coef": coef,
+                f"{name}/kl_penalty": coef * kl / rows,
+                **{f"{name}/{actor}/kl": total / max(count, 1) for actor, (total, count, _) in by_actor.items()},
             }
             term.adapt(kl / max(tokens, 1), rows, self.config)
         self._measured = {}

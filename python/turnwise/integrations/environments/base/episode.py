@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from turnwise.arena import InvalidActionError, MultiTurnEpisode, Rubric, TreeSampler
+from turnwise.arena.rewards.rubric import SHARE
 from turnwise.arena.runtime.context import require_context
 from turnwise.arena.runtime.user_code import hook
 from turnwise.integrations.environments.base.forks import RunningPlay
@@ -36,7 +37,8 @@ class ForeignEpisode(MultiTurnEpisode):
         self.game = game
         self.actors = game.actors
         self.episode_type = game.name
-        self.rubric = Rubric([payoff, success, score, legal, cut_off], [1.0, 0.0, 0.0, 0.0, 0.0])
+        shares = [success, score, legal, cut_off]
+        self.rubric = Rubric([payoff, *shares], [1.0, 0.0, 0.0, 0.0, 0.0], ranges=dict.fromkeys(shares, SHARE))
 
     def unserved_rewards(self) -> dict[str, str]:
         reason = "pays an illegal move by the environment's rule: expected task_options.invalid_cost"
