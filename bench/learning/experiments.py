@@ -561,7 +561,7 @@ def smallest() -> Cell:
     """A drill of 2 calls that starts below the others, and that is trained for a few steps."""
     start = drill_start(SEEDS[0])
     start = replace(start, settings=merged(start.settings, {"steps": 100, "batch_size": 64}))
-    short = {"max_sampled_tokens": 14_000, "update": {"lr": 1e-3}, "eval": {"every": 2, "num_prompts": 100}}
+    short = {"max_sampled_tokens": 40_000, "update": {"lr": 1e-3}, "eval": {"every": 2, "num_prompts": 100}}
     config = merged(drill_play(1, 0.0), short, DRILL_CONTENDERS["team-grpo"])
     return Cell("smallest", "drill-2-calls", "team-grpo", SEEDS[0], config, start)
 
