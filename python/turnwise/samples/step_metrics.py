@@ -59,7 +59,7 @@ def rows_of(names: Sequence[str | None]) -> dict[str, list[int]]:
     """Return the places of each name, in the order of their first ones; those of ``None`` are left out."""
     rows: dict[str, list[int]] = {name: [] for name in dict.fromkeys(names) if name is not None}
     if len(rows) == 1 and None not in names:
-        return dict.fromkeys(rows, list(range(len(names))))
+        return {name: list(range(len(names))) for name in rows}
     for place, name in enumerate(names):
         if name is not None:
             rows[name].append(place)
