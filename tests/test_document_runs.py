@@ -194,7 +194,9 @@ def test_each_page_opens_with_who_needs_it_and_an_example(path: Path) -> None:
         return
     title, opening = [part for part in text.split("\n\n", maxsplit=3) if not part.startswith("![")][:2]
     assert title.startswith("# ") and re.match(r"(For|Use|Read) ", opening), opening
-    begun = re.findall(r"^```(\w+)\n((?:(?!```).*\n)*)", "".join(text.splitlines(keepends=True)[:40]), flags=re.MULTILINE)
+    begun = re.findall(
+        r"^```(\w+)\n((?:(?!```).*\n)*)", "".join(text.splitlines(keepends=True)[:40]), flags=re.MULTILINE
+    )
     command = r"^(?:\w+=\S+ )*(?:\S*/)?(?:turnwise|make|python|torchrun) "
     runs = {"toml", "python", *(["py"] if path.name in NOT_RUN else [])}
     assert any(kind in runs or (kind == "bash" and re.search(command, block, flags=re.M)) for kind, block in begun)
