@@ -155,7 +155,7 @@ class WarmStartNotes:
     steps: int
     names: Sequence[str]
     records: list[dict[str, Any]]
-    pause: float = 15.0
+    pause: float = 10.0
     latest: HeldOutCheck | None = field(default=None, init=False)
     noted: float = field(default_factory=monotonic, init=False)
 
