@@ -14,6 +14,7 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #include "state/counted.h"
 
@@ -161,6 +162,28 @@ struct Blocks {
             copy->ends()[i] = static_cast<uint32_t>(end_of(block, i, height, size));
         }
         drop(block, height);
+        return copy;
+    }
+
+    // A reference to the block; to a copy that carries `fresh` if it carries `epoch`, and so on below it.
+    static Block* frozen(Block* block, unsigned height, Epoch epoch, Epoch fresh) {
+        if (block->epoch != epoch) {
+            block->count.up();
+            return block;
+        }
+        Block* copy = allocate(fresh, block->used, shape_of(block, height));
+        append(copy, block, height);
+        if (height == 0) return copy;
+        if (block->relaxed) std::memcpy(copy->ends(), block->ends(), block->used * sizeof(uint32_t));
+        try {
+            for (size_t i = 0; i < copy->used; ++i) {
+                Block* below = frozen(copy->children()[i], height - 1, epoch, fresh);
+                drop(std::exchange(copy->children()[i], below), height - 1);
+            }
+        } catch (...) {
+            drop(copy, height);
+            throw;
+        }
         return copy;
     }
 

@@ -90,42 +90,6 @@ void Heap::mark(std::vector<bool>& marked, std::vector<SlotIndex> open) const {
     }
 }
 
-std::vector<bool> Heap::differing(const Heap& other) const {
-    const size_t slots = std::max(table_.size(), other.table_.size());
-    std::vector<bool> differs(slots, false);
-    std::vector<SlotIndex> open;
-    std::vector<std::pair<SlotIndex, SlotIndex>> parents;  // (child, parent)
-    // Find the slots whose nodes differ, and all references of both heaps.
-    for (size_t i = 0; i < slots; ++i) {
-        const auto slot = static_cast<SlotIndex>(i);
-        const Node* ours = at(slot);
-        const Node* theirs = other.at(slot);
-        if (ours != theirs) {
-            differs[i] = true;
-            open.push_back(slot);
-        }
-        for (const Node* node : {ours, ours != theirs ? theirs : nullptr}) {
-            if (!node) continue;
-            node->for_each_value([&](Value value) {
-                if (value.is_slot()) parents.emplace_back(value.slot(), slot);
-            });
-        }
-    }
-    // Walk from the differing slots to everything that leads to them.
-    std::sort(parents.begin(), parents.end());
-    while (!open.empty()) {
-        const SlotIndex child = open.back();
-        open.pop_back();
-        for (auto at = std::lower_bound(parents.begin(), parents.end(), std::pair{child, SlotIndex{0}});
-             at != parents.end() && at->first == child; ++at) {
-            if (differs[at->second]) continue;
-            differs[at->second] = true;
-            open.push_back(at->second);
-        }
-    }
-    return differs;
-}
-
 size_t Heap::collect(const std::vector<SlotIndex>& roots) {
     std::vector<bool> marked;
     mark(marked, roots);

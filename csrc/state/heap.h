@@ -85,9 +85,6 @@ class Heap {
     // Marks the slots that can be reached from the root or from `roots`; `marked` is indexed by slot.
     void mark(std::vector<bool>& marked, std::vector<SlotIndex> roots) const;
 
-    // Indexed by slot: true if the container differs from the other heap's, or leads to one that does.
-    std::vector<bool> differing(const Heap& other) const;
-
   private:
     Node* own_copy(SlotIndex slot, Node* node);
 

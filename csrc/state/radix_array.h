@@ -172,12 +172,25 @@ class RadixArray {
         return root_ ? Tree::sum_bytes(root_, height_, seen, of) : 0;
     }
 
-    // Calls f(index, ours, theirs) for each index of the chunks that `a` and `b` don't share. A pointer is null if that
-    // array has no such item.
+    // Calls f(index, ours, theirs) for each index of the chunks that `a` and `b` don't share; for all of them if one is
+    // relaxed, because its blocks have no fixed places. A pointer is null if that array has no such item.
     template <class Function>
     static void compare(const RadixArray& a, const RadixArray& b, Function&& f) {
-        static_assert(!kRelaxes, "items of relaxed trees have no fixed places");
-        compare_blocks(a.root_, a.height_, b.root_, b.height_, 0, f);
+        if (a.root_ == b.root_) return;
+        if (!a.relaxed() && !b.relaxed()) return compare_blocks(a.root_, a.height_, b.root_, b.height_, 0, f);
+        for (size_t i = 0; i < std::max(a.size(), b.size()); ++i) {
+            f(i, i < a.size() ? &a[i] : nullptr, i < b.size() ? &b[i] : nullptr);
+        }
+    }
+
+    // The array as it is now. Blocks that carry `epoch`, which their heap may still write, are copied and carry
+    // `fresh`.
+    RadixArray frozen(Epoch epoch, Epoch fresh) const {
+        RadixArray array;
+        array.root_ = root_ ? Tree::frozen(root_, height_, epoch, fresh) : nullptr;
+        array.size_ = size_;
+        array.height_ = height_;
+        return array;
     }
 
     // ---- for files: building arrays block by block; see Blocks

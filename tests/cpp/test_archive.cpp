@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "state/archive.h"
+#include "state/edges.h"
 #include "state_leaves.h"
 
 static constexpr size_t kLeaves = 120;  // every third stands for a whole number
@@ -227,9 +228,13 @@ static void test_damage(int rounds) {
                     EXPECT(is_whole(*heap));
                     Heap fork;
                     heap->fork_into(fork);
-                    write(random, fork, leaves);
+                    Edges edges;
+                    for (int turn = 0; turn < 2; ++turn) {
+                        write(random, fork, leaves);
+                        edges.differing(fork, *heap);
+                    }
                     fork.collect({});
-                    fork.differing(*heap);
+                    edges.differing(*heap, fork);
                 }
             } catch (const Damaged&) {
                 ++refused;

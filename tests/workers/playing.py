@@ -237,7 +237,7 @@ def setup_of(name: str, **changes: Any) -> Setup:
 
 def attach(arena: Arena, name: str, members: Any, key: str = KEY, **options: Any) -> RemoteWorkers:
     count = options.pop("count", 2)
-    given = {"own_episodes": arena.episodes, "wait": 10.0, "dead_after": 5.0, "count": count, **options}
+    given = {"own_episodes": arena.episodes, "wait": 10.0, "dead_after": 60.0, "count": count, **options}
     arena.workers = RemoteWorkers(members, key, setup_of(name), lambda: (), **given)
     ATTACHED.append(arena.workers)
     return arena.workers

@@ -127,6 +127,20 @@ StateObject* new_state(StoreObject* store) {
     return self;
 }
 
+void forget_edges(StateObject* state) noexcept {
+    StoreObject* store = state->store;
+    if (!store || !store->edges) return;
+    if (store->compared == state) store->compared = nullptr;
+    if (store->edges_of != state) return;
+    store->edges_of = std::exchange(store->compared, nullptr);
+    try {
+        if (store->edges_of) return store->edges->move_to(store->edges_of->heap);
+    } catch (const std::bad_alloc&) {
+        store->edges_of = nullptr;
+    }
+    delete std::exchange(store->edges, nullptr);
+}
+
 bool check_alive(StateObject* state) {
     if (state->pruned) PyErr_SetString(types.pruned, "this State was pruned: its contents are gone");
     return !state->pruned;

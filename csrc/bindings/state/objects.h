@@ -11,7 +11,7 @@
 #include <new>
 #include <vector>
 
-#include "state/heap.h"
+#include "state/edges.h"
 
 namespace turnwise::state {
 
@@ -59,6 +59,8 @@ struct StoreObject {
     PyObject_HEAD PyObject* policies;  // dict: type -> policy tuple, see Policy
     StateObject* states;               // doubly linked list of its States that exist, newest first
     char checks_shared;                // nonzero: forks call `_check_shared(state)` first
+    Edges* edges;                      // of the last State that was compared with another; null before
+    StateObject *edges_of, *compared;  // these two States, borrowed; null once they are gone
 };
 
 struct StateObject {
@@ -137,6 +139,8 @@ bool check_alive(StateObject* state);
 bool wait_for_others(StateObject* state);
 // True with an error set if `state` is frozen, locked by this thread, or written to by another one during the wait.
 bool reject_writing(StateObject* state);
+// Lets the Store's edges know nothing of `state`, whose contents go.
+void forget_edges(StateObject* state) noexcept;
 // Notes that the next `settle` must look at the node in `slot`.
 void note_pending(StateObject* state, SlotIndex slot, Node* node);
 

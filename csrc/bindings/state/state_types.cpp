@@ -37,6 +37,7 @@ int state_traverse(PyObject* object, visitproc visit, void* arg) {
 }
 
 void empty_state(StateObject* self) {
+    forget_edges(self);
     drop_resting(self);
     self->heap.clear();
     self->pending.clear();
@@ -57,6 +58,7 @@ void state_dealloc(PyObject* object) {
     // Leave the list first, because a weak reference's callback may ask the store for its states.
     *self->link = self->next;
     if (self->next) self->next->link = self->link;
+    forget_edges(self);
     if (self->weakrefs) PyObject_ClearWeakRefs(object);
     Py_CLEAR(self->base);
     drop_resting(self);

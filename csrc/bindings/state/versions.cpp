@@ -59,81 +59,113 @@ PyObject* take_over_objects(PyObject* object, PyObject* objects) {
     });
 }
 
-// _differing(other): one byte per slot: 1 if the containers differ or lead to containers that do.
+// _differing(other): by the slot of each container that differs or leads to one that does, the places of the items that
+// lead there.
 PyObject* differing(PyObject* object, PyObject* other) {
+    Operation operation;
     if (!Py_IS_TYPE(other, types.state)) return PyErr_Format(PyExc_TypeError, "other=%R: expected a State", other);
-    if (!check_alive(state_of(object)) || !check_alive(state_of(other))) return nullptr;
-    return guarded<PyObject*>(nullptr, [&] {
-        const std::vector<bool> differs = state_of(object)->heap.differing(state_of(other)->heap);
-        PyObject* bytes = PyBytes_FromStringAndSize(nullptr, Py_ssize_t(differs.size()));
-        if (bytes) std::copy(differs.begin(), differs.end(), PyBytes_AS_STRING(bytes));
-        return bytes;
+    StateObject *self = state_of(object), *there = state_of(other);
+    if (!check_alive(self) || !check_alive(there)) return nullptr;
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        StoreObject* store = self->store;
+        if (!store->edges) store->edges = new Edges;
+        store->edges_of = self;
+        store->compared = there;
+        const Edges::Marks marks = store->edges->differing(self->heap, there->heap);
+        PyObject* found = PyDict_New();
+        for (auto mark = marks.begin(); found && mark != marks.end(); ++mark) {
+            PyObject* slot = PyLong_FromUnsignedLong(mark->first);
+            PyObject* places = PyList_New(Py_ssize_t(mark->second.size()));
+            bool done = slot && places;
+            for (size_t i = 0; done && i < mark->second.size(); ++i) {
+                PyObject* place = PyLong_FromSize_t(mark->second[i]);
+                if ((done = place)) PyList_SET_ITEM(places, Py_ssize_t(i), place);
+            }
+            if (!done || PyDict_SetItem(found, slot, places) < 0) Py_CLEAR(found);
+            Py_XDECREF(slot);
+            Py_XDECREF(places);
+        }
+        return found;
     });
 }
 
-// Whether a value of two versions may differ: the words do, or a container that `differs` marks, or whose marks say
-// nothing: an object, and a tuple, which may hold one.
-bool may_differ(const Heap& heap, Value ours, Value theirs, const char* differs) {
-    if (ours != theirs) return true;
-    if (!ours.is_slot()) return false;
-    const Node* node = heap.at(ours.slot());
-    return differs[ours.slot()] || !node || node->kind == Kind::Opaque || node->kind == Kind::Tuple;
-}
-
-// Appends the indices at which two lists may differ. Returns 1, or -1 with an error set.
-int add_changed(PyObject* found, const Heap& heap, const ListNode* ours, const ListNode* theirs, const char* differs) {
-    const size_t ours_size = ours->items.size(), theirs_size = theirs->items.size();
-    for (size_t i = 0; i < std::max(ours_size, theirs_size); ++i) {
-        if (i < ours_size && i < theirs_size && !may_differ(heap, ours->items[i], theirs->items[i], differs)) continue;
-        PyObject* index = PyLong_FromSize_t(i);
-        const bool added = index && PyList_Append(found, index) == 0;
-        Py_XDECREF(index);
-        if (!added) return -1;
+// Calls look(place, ours, theirs) wherever the items of two containers may differ: for a container of both versions,
+// where its items do and at the places of its mark, and for two containers everywhere.
+template <class Items, class Look>
+void look_at_changes(const Items& ours, const Items& theirs, bool is_one, PyObject* mark, Look&& look) {
+    const size_t size = std::max(ours.size(), theirs.size());
+    const auto look_again = [&](size_t i) {
+        if (i < size) look(i, i < ours.size() ? &ours[i] : nullptr, i < theirs.size() ? &theirs[i] : nullptr);
+    };
+    if (!is_one) {
+        for (size_t i = 0; i < size; ++i) look_again(i);
+        return;
     }
-    return 1;
-}
-
-// Appends the keys at which two dicts may differ, if one begins with the keys of the other, in order and the same
-// objects; otherwise returns 0. Returns -1 with an error set.
-int add_changed(PyObject* found, const Heap& heap, const DictNode* ours, const DictNode* theirs, const char* differs) {
-    const size_t ours_size = ours->entries.size(), theirs_size = theirs->entries.size();
-    for (size_t i = 0; i < std::max(ours_size, theirs_size); ++i) {
-        const Entry* left = i < ours_size ? &ours->entries[i] : nullptr;
-        const Entry* right = i < theirs_size ? &theirs->entries[i] : nullptr;
-        if (left && right && left->key != right->key) return 0;
-        Leaf* key = (left ? left : right)->key;
-        if (!key || (left && right && !may_differ(heap, left->value, right->value, differs))) continue;
-        if (PyList_Append(found, reinterpret_cast<PyObject*>(key)) < 0) return -1;
+    Items::compare(ours, theirs, look);
+    for (Py_ssize_t i = 0; mark && i < PyList_GET_SIZE(mark); ++i) {
+        look_again(PyLong_AsSize_t(PyList_GET_ITEM(mark, i)));
     }
-    return 1;
 }
 
-// _changed_items(other, slot, other_slot, differs): keys or indices at which two dicts or two lists may differ, by the
+// _changed_items(other, slot, other_slot, marks): keys or indices at which two dicts or two lists may differ, by the
 // marks of `_differing`; None if their keys must be compared.
 PyObject* changed_items(PyObject* object, PyObject* args) {
-    PyObject *other, *differs;
+    PyObject *other, *marks;
     unsigned slot, other_slot;
-    if (!PyArg_ParseTuple(args, "O!IIS", types.state, &other, &slot, &other_slot, &differs)) return nullptr;
+    if (!PyArg_ParseTuple(args, "O!IIO!", types.state, &other, &slot, &other_slot, &PyDict_Type, &marks))
+        return nullptr;
     if (!check_alive(state_of(object)) || !check_alive(state_of(other))) return nullptr;
-    const Heap &heap = state_of(object)->heap, &there = state_of(other)->heap;
-    const Node *ours = heap.at(slot), *theirs = there.at(other_slot);
-    const bool is_list = ours && ours->kind == Kind::List, is_dict = ours && ours->kind == Kind::Dict;
-    const size_t marked = size_t(PyBytes_GET_SIZE(differs));
-    if (!theirs || ours->kind != theirs->kind || !(is_list || is_dict) ||
-        marked < std::max(heap.table().size(), there.table().size())) {
-        Py_RETURN_NONE;
-    }
-    PyObject* found = PyList_New(0);
-    if (!found) return nullptr;
-    const char* marks = PyBytes_AS_STRING(differs);
-    const auto add = [&](auto* node) {
-        return add_changed(found, heap, node, static_cast<decltype(node)>(theirs), marks);
+    const Node *ours = state_of(object)->heap.at(slot), *theirs = state_of(other)->heap.at(other_slot);
+    if (!ours || !theirs || ours->kind != theirs->kind) Py_RETURN_NONE;
+    const auto mark_of = [marks](SlotIndex of) {
+        PyObject* number = PyLong_FromUnsignedLong(of);
+        PyObject* mark = number ? PyDict_GetItemWithError(marks, number) : nullptr;
+        Py_XDECREF(number);
+        return mark && PyList_CheckExact(mark) ? mark : nullptr;
     };
-    const int result = is_list ? add(static_cast<const ListNode*>(ours)) : add(static_cast<const DictNode*>(ours));
-    if (result == 1) return found;
-    Py_DECREF(found);
-    if (result < 0) return nullptr;
-    Py_RETURN_NONE;
+    const auto may_differ = [&](Value left, Value right) {
+        return left != right || (left.is_slot() && mark_of(left.slot()));
+    };
+    return guarded<PyObject*>(nullptr, [&]() -> PyObject* {
+        std::vector<size_t> places;
+        bool same_keys = true;
+        PyObject* mark = mark_of(slot);
+        if (ours->kind == Kind::List) {
+            look_at_changes(static_cast<const ListNode*>(ours)->items, static_cast<const ListNode*>(theirs)->items,
+                            slot == other_slot, mark, [&](size_t place, const Value* left, const Value* right) {
+                                if (!left || !right || may_differ(*left, *right)) places.push_back(place);
+                            });
+        } else if (ours->kind == Kind::Dict) {
+            const auto look = [&](size_t place, const Entry* left, const Entry* right) {
+                if (left && right && left->key != right->key) same_keys = false;
+                if (!(left ? left : right)->key) return;
+                if (!left || !right || may_differ(left->value, right->value)) places.push_back(place);
+            };
+            look_at_changes(static_cast<const DictNode*>(ours)->entries, static_cast<const DictNode*>(theirs)->entries,
+                            slot == other_slot, mark, look);
+        } else {
+            Py_RETURN_NONE;
+        }
+        if (PyErr_Occurred()) return nullptr;
+        if (!same_keys) Py_RETURN_NONE;
+        std::sort(places.begin(), places.end());
+        places.erase(std::unique(places.begin(), places.end()), places.end());
+        PyObject* found = PyList_New(0);
+        for (size_t i = 0; found && i < places.size(); ++i) {
+            PyObject* key = nullptr;
+            if (ours->kind == Kind::Dict) {
+                const auto& entries = static_cast<const DictNode*>(ours)->entries;
+                const auto& others = static_cast<const DictNode*>(theirs)->entries;
+                key = object_of((places[i] < entries.size() ? entries : others)[places[i]].key);
+                Py_INCREF(key);
+            } else {
+                key = PyLong_FromSize_t(places[i]);
+            }
+            if (!key || PyList_Append(found, key) < 0) Py_CLEAR(found);
+            Py_XDECREF(key);
+        }
+        return found;
+    });
 }
 
 // _put_live(container, key, object, policy): replaces container[key], which must exist, by an object that this State

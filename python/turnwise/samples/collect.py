@@ -39,19 +39,23 @@ def collect_samples(results: Sequence[GenerateResult], earlier: Sequence[Sample]
             rollout = node.rollout
             if not node.is_trainable or rollout.error is not None:
                 continue
+            of_actors: dict[str, tuple[float, float]] = {}  # of steps without a reward of their own
             for index, step in enumerate(rollout.steps):
                 actor = step.actor_id
                 if actor is None or not step.trainable or step.finish_reason == "abort":
                     continue
                 if not len(step.completion_token_ids):
                     continue
-                reward, trajectory_reward = _rewards(rollout, index, step, actor)
+                if step.reward is None and "ends" not in step.info:
+                    rewards = of_actors.get(actor) or of_actors.setdefault(actor, _rewards(rollout, index, step, actor))
+                else:
+                    rewards = _rewards(rollout, index, step, actor)
                 sample = next(known, None)
                 if sample is not None and sample.step is step:
-                    _read_again(sample, step, reward, trajectory_reward)
+                    _read_again(sample, step, rewards)
                 else:
                     known = iter(())
-                    sample = _sample_of(top, node, index, step, actor, reward, trajectory_reward)
+                    sample = _sample_of(top, node, index, step, actor, rewards)
                 samples.append(sample)
     _weigh_children(samples)
     return samples
@@ -74,8 +78,7 @@ def _sample_of(
     index: int,
     step: Step,
     actor: str,
-    reward: float,
-    trajectory_reward: float,
+    rewards: tuple[float, float],
 ) -> Sample:
     rollout = node.rollout
     # Positional arguments, in the order of the fields: keywords take 1.5 times as long.
@@ -93,8 +96,7 @@ def _sample_of(
         step.completion_token_ids,
         step.completion_logprobs,
         step.policy_versions,
-        reward,
-        trajectory_reward,
+        *rewards,
         step.advantage,
         step.finish_reason,
         step.info.get("loss_mask") if step.info else None,
@@ -112,9 +114,10 @@ def _sample_of(
     )
 
 
-def _read_again(sample: Sample, step: Step, reward: float, trajectory_reward: float) -> None:
+def _read_again(sample: Sample, step: Step, rewards: tuple[float, float]) -> None:
     """Set what stages, the credit rule or an override may have changed, in the sample or in its step."""
-    sample.reward, sample.trajectory_reward, sample.has_step_reward = reward, trajectory_reward, step.reward is not None
+    sample.reward, sample.trajectory_reward = rewards
+    sample.has_step_reward = step.reward is not None
     sample.advantage, sample.weight = step.advantage, 1.0
     info = step.info
     sample.loss_mask, sample.columns = (info.get("loss_mask"), _own_columns(info)) if info else (None, {})

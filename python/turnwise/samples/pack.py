@@ -58,19 +58,20 @@ def pack(samples: Sequence[Sample], drops: Drops, metrics: dict[str, float]) -> 
         temperatures=np.array([sample.temperature for sample in samples], dtype=np.float32),
         actor_index=actor_index,
         policy_index=policy_index,
-        min_version=np.array(
-            [
-                spans[0][1] if len(spans) == 1 else min([version for _, version in spans])
-                for spans in [sample.policy_versions for sample in samples]
-            ],
-            dtype=np.int64,
-        ),
+        min_version=np.array(_oldest([sample.policy_versions for sample in samples]), dtype=np.int64),
         actors=actors,
         policies=policies,
         drops=drops,
         metrics=metrics,
         columns=columns,
     )
+
+
+def _oldest(spans: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    try:
+        return [version for ((_, version),) in spans]  # nearly always, one version sampled all of a completion
+    except ValueError:
+        return [min([version for _, version in each]) for each in spans]
 
 
 def _cut(
@@ -172,9 +173,10 @@ def _flat(parts: Sequence[Any], code: str) -> np.ndarray:
             with np.errstate(over="ignore"):  # infinite log-probabilities are found later
                 return joined.astype(dtype, copy=False)
     numbers = array(code)
+    read = numbers.fromlist
     for part in parts:
-        numbers.fromlist(part if type(part) is list else list(part))
-    return np.array(numbers, dtype)
+        read(part if type(part) is list else list(part))
+    return np.frombuffer(numbers, dtype)
 
 
 def _array(part: Any, code: str) -> np.ndarray:

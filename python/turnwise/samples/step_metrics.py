@@ -73,6 +73,8 @@ def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping
 def rows_of(names: Sequence[str | None]) -> dict[str, list[int]]:
     """Return the places of each name, in the order of their first ones; those of ``None`` are left out."""
     rows: dict[str, list[int]] = {name: [] for name in dict.fromkeys(names) if name is not None}
+    if len(rows) == 1 and None not in names:
+        return dict.fromkeys(rows, list(range(len(names))))
     for place, name in enumerate(names):
         if name is not None:
             rows[name].append(place)

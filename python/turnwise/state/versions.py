@@ -59,6 +59,9 @@ def diff(self: State, other: State) -> list[Change]:
 
     Containers that both share are skipped. Lists are compared index by index. If several paths lead to a pair of
     containers, the difference is reported at the first. The same holds for tuples inside one tuple.
+
+    The cost is that of what changed, after one look at all references. The store keeps an index of them, about 16 bytes
+    each, until both versions are gone.
     """
     if type(other) is not State:
         raise TypeError(f"other={other!r}: expected a State")
@@ -90,7 +93,7 @@ def diff(self: State, other: State) -> list[Change]:
             continue
         met.add((id(old), id(new)))
         alive += (old, new)
-        if kind is not tuple and marks is not None and old._slot == new._slot and not marks[old._slot]:
+        if kind is not tuple and marks is not None and old._slot == new._slot and old._slot not in marks:
             continue
         # Without marks, and for tuples and reordered dicts, compare all items; else those that may differ.
         at = None

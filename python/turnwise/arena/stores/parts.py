@@ -73,8 +73,7 @@ class TreePart:
         return replace(self, tree=self.tree.fork())
 
     def remove(self, slot: int) -> None:
-        if self.tree.get(slot) is not None:
-            self.tree.drop(slot)
+        self.tree.drop(slot)
 
 
 class SortedKeys:

@@ -149,8 +149,9 @@ class SlotTree(Generic[V]):
         self._set(slot, item, 1, value)
 
     def drop(self, slot: int) -> None:
-        """Empty a slot that has an item."""
-        self._set(slot, None, 0, 0)
+        """Empty a slot, which may be empty."""
+        if self.get(slot) is not None:  # a slot above all of the tree is none of its nodes
+            self._set(slot, None, 0, 0)
 
     def _set(self, slot: int, item: V | None, count: int, value: float) -> None:
         owner, node = self._owner, self._root
