@@ -232,14 +232,16 @@ def _digits() -> Any:
 
 
 def text_of(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The table of docs/models.md."""
-    lines = ["| `model_type` | rows | log-probs from | sampled here | trains |", "|---|---|---|---|---|"]
+    """The table of docs/models.md: model types that behave alike share a line."""
+    alike: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         ways = row["ways"]
         good = [way for way, told in ways.items() if told == "trains"]
         told = "all" if len(good) == len(ways) else "; ".join(dict.fromkeys(t for t in ways.values() if t != "trains"))
-        cells = [row.get("rows", ""), row.get("logprobs", ""), row.get("sampled", "")]
-        lines.append(f"| `{row['model_type']}` | {' | '.join(cells)} | {told} |")
+        cells = (row.get("rows", ""), row.get("logprobs", ""), row.get("sampled", ""), told)
+        alike.setdefault(cells, []).append(f"`{row['model_type']}`")
+    lines = ["| `model_type` | rows | log-probs from | sampled here | trains |", "|---|---|---|---|---|"]
+    lines += [f"| {', '.join(types)} | {' | '.join(cells)} |" for cells, types in alike.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ import pytest
 from turnwise.run.build import train_from_config
 from turnwise.train.validate import config_from_dict
 
-from .test_documents import DOCUMENTS, ROOT, blocks
+from .test_documents import DOCUMENTS, ROOT, WRITTEN, blocks
 from .trained import rows_of
 
 pytestmark = pytest.mark.usefixtures("narrow_model")
@@ -26,6 +26,7 @@ ELSEWHERE = {
     "agents.md 5": "starts Codex",
     "agents.md 6": "starts opencode",
     "agents.md 7": "starts Qwen Code",
+    "containers.md 1": "starts bubblewrap",
     "cluster.md 1": "starts a Ray cluster with GPUs",
     "environments.md 6": "talks to an OpenEnv server",
     "servers.md 1": "talks to a vLLM server",
@@ -180,6 +181,25 @@ def test_each_block_trains_or_says_why_not() -> None:
     every = {f"{path.name} {n + 1}" for path in DOCUMENTS for n in range(len(blocks(path, r"toml[^\n]*")))}
     assert {*ELSEWHERE, *NEEDS, *SLOW, *BESIDE} <= every
     assert {path.name for path in DOCUMENTS if blocks(path, "py")} == set(NOT_RUN)
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent.name == "docs"], ids=lambda path: path.name)
+def test_each_page_opens_with_who_needs_it_and_an_example(path: Path) -> None:
+    """A block that runs begins in the first 40 lines: settings, Python, or a command that does more than install.
+
+    Python of packages that are not here counts (``NOT_RUN``). Generated pages begin with what they are.
+    """
+    text = path.read_text(encoding="utf-8")
+    if "Written by scripts/docs_pages.py" in text:
+        return
+    title, opening = [part for part in text.split("\n\n", maxsplit=3) if not part.startswith("![")][:2]
+    assert title.startswith("# ") and re.match(r"(For|Use|Read) ", opening), opening
+    begun = re.findall(
+        r"^```(\w+)\n((?:(?!```).*\n)*)", "".join(text.splitlines(keepends=True)[:40]), flags=re.MULTILINE
+    )
+    command = r"^(?:\w+=\S+ )*(?:\S*/)?(?:turnwise|make|python|torchrun) "
+    runs = {"toml", "python", *(["py"] if path.name in NOT_RUN else [])}
+    assert any(kind in runs or (kind == "bash" and re.search(command, block, flags=re.M)) for kind, block in begun)
 
 
 def test_the_readme_trains_as_it_is_shown() -> None:

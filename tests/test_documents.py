@@ -14,6 +14,7 @@ import turnwise
 from turnwise.cli import main as cli
 from turnwise.cli.look.config import list_sections
 from turnwise.credit import registry
+from turnwise.report.trace import describe_stations
 from turnwise.train.validate import config_from_dict
 
 ROOT = Path(__file__).parents[1]
@@ -286,6 +287,15 @@ def test_every_credit_rule_is_in_the_table() -> None:
     text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
     assert set(registry) <= {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_the_page_of_rewards_names_all_that_changes_one_in_order() -> None:
+    text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    stations = [station.partition(" (")[0] for station in describe_stations().split(" > ")]
+    places = [
+        text.find(f"`{station}`", text.index("| in the trace |")) for station in stations[:-1] if "rule" not in station
+    ]
+    assert -1 not in places and places == sorted(places)
 
 
 def test_table_of_frameworks_names_the_pinned_versions() -> None:

@@ -174,7 +174,7 @@ def test_the_code_that_a_config_names_is_told_before_it_is_imported(
     (tmp_path / "own_rule_of_cli.py").write_text("print('imported')\nraise SystemExit(9)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     run = tmp_path / "run"
-    told = "turnwise: the config can name code, which {} here: credit.rule = 'own_rule_of_cli:Rule'"
+    told = "turnwise: the config may name code, which {} by this command: credit.rule = 'own_rule_of_cli:Rule'"
     run.mkdir()
     (run / "config.toml").write_text('[credit]\nrule = "own_rule_of_cli:Rule"\n')
     (run / "rollouts.jsonl").write_text("")

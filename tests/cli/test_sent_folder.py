@@ -253,7 +253,7 @@ def test_an_export_tells_the_code_that_it_may_import(sent: Path, capsys: Any) ->
     config = sent / "config.toml"
     config.write_text(config.read_text().replace('task = "sudoku"', 'task = "own_task_of_a_sender:Task"'))
     assert cli.main(["export", str(sent)]) == EXIT_USAGE
-    assert "which is imported here: task = 'own_task_of_a_sender:Task'" in capsys.readouterr().err
+    assert "which is imported by this command: task = 'own_task_of_a_sender:Task'" in capsys.readouterr().err
 
 
 # ---- who may read a run -----------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from turnwise.train.log.progress_bars import ProgressBars, curve_line
 METRICS = {"success": 0.25, "reward": 1.5, "tokens_per_second": 812.3, "staleness": 0.5, "loss": 9.0}
 
 
-def drawn(*, terminal: bool, shown: bool = True) -> str:
+def drawn(*, terminal: bool, shown: bool = True, width: int = 120) -> str:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120, color_system=None)
+    console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
     bars = ProgressBars(80, console, shown=shown)
     bars.start()
     bars.rewind(2)
@@ -39,6 +39,9 @@ def test_three_bars_on_a_terminal():
     assert "success 0.25  reward 1.5  tok/s 812  stale 0.5" in run and "loss" not in run
     assert rollouts.split()[0] == "rollouts" and "3/24" in rollouts
     assert updates.split()[0] == "updates" and "1/6" in updates
+    # On a narrow terminal the end of the metrics is cut, not the bars.
+    for line in drawn(terminal=True, width=60).split("a note")[-1].splitlines():
+        assert len(line) <= 60 and (" success" not in line or re.match(r"train    . +3/80 \S+ success", line))
     # A new round of a stage starts again.
     out = io.StringIO()
     bars = ProgressBars(2, Console(file=out, force_terminal=True, width=120, color_system=None))
@@ -67,7 +70,7 @@ def test_the_latest_validation_stays_in_view(steps, shown):
         bars.step(step, metrics)
     bars.stop()
     last = [line for line in plain(out).splitlines() if "/80" in line][-1]
-    assert f"{2 + len(steps)}/80 {shown} " in last
+    assert f"{2 + len(steps)}/80" in last and f" {shown} " in last
 
 
 @pytest.mark.parametrize("settings", [{"terminal": False}, {"terminal": True, "shown": False}])

@@ -67,6 +67,14 @@ def test_settings_for_sampling_in_the_config_of_a_model_are_moved(small_model, t
     assert "temperature" not in json.loads((tmp_path / "config.json").read_text())
 
 
+def test_an_export_draws_no_bar_and_leaves_those_of_others(small_model, tmp_path, capfd):
+    model, tokenizer = small_model()
+    export_model(model, tokenizer, tmp_path)
+    assert "%|" not in capfd.readouterr().err
+    model.save_pretrained(tmp_path)
+    assert "%|" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("part", ["tokenizer", "config.json"])
 def test_what_can_not_be_written_is_refused_before_the_run(base, part, monkeypatch):
     def refuse(self, *arguments, **options):

@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
+import re
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from turnwise.run.start import WarmStartNotes
 from turnwise.train.checkpoint.warm_start import WarmStartSaver
 from turnwise.train.config.policies import WarmStartConfig
+from turnwise.train.log.run_log import RunLog
 from turnwise.train.update.sft import Demonstration, constant_credit, default_lr, warm_start
 
 SFT = importlib.import_module("turnwise.train.update.sft")
@@ -177,3 +182,14 @@ def test_a_warm_start_is_saved_by_the_clock(small_model, tmp_path):
     saver.save = lambda policy, step, state, tensors: saved.append(step)
     warm_start(small_model()[0], ROWS, WarmStartConfig(steps=3, batch_size=8), seed=0, saver=saver)
     assert saved == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(("pause", "noted"), [(3600.0, list(range(4, 32, 4))), (-1.0, list(range(1, 32)))])
+def test_a_slow_warm_start_says_where_it_is(tmp_path, pause, noted):
+    """After each eighth, and after each pause without a line; the last step has a line of its own."""
+    console = Console(file=io.StringIO())
+    notes = WarmStartNotes(RunLog(tmp_path, 0, console=console), 32, ["default"], [], pause)
+    for step in range(1, 33):
+        notes.step(step, 0.5)
+    said = [int(step) for step in re.findall(r"step (\d+) of at most 32", console.file.getvalue())]
+    assert said == noted

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def _warm_start_each(
         model = models[names[0]]
         players = [actor for actor in actors if actor.policy in names]
         fit = fitting(tokenizers[names[0]], kept, context_length(model.config), log.note, players)
-        notes = _WarmStartNotes(log, config.warm_start.steps, names, records)
+        notes = WarmStartNotes(log, config.warm_start.steps, names, records)
         saver = None
         if folder is not None:
             key = _key_of(config, fit)
@@ -144,17 +145,23 @@ def _measured(check: HeldOutCheck) -> str:
 
 
 @dataclass(slots=True)
-class _WarmStartNotes:
-    """Notes about eight steps of a warm start of the policies ``names``, and records its checks."""
+class WarmStartNotes:
+    """Notes about a step after each eighth of a warm start of the policies ``names``, and each ``pause`` seconds.
+
+    Also records its checks.
+    """
 
     log: RunLog
     steps: int
     names: Sequence[str]
     records: list[dict[str, Any]]
+    pause: float = 10.0
     latest: HeldOutCheck | None = field(default=None, init=False)
+    noted: float = field(default_factory=monotonic, init=False)
 
     def step(self, step: int, loss: float) -> None:
-        if step % max(1, self.steps // 8) == 0 and step < self.steps:
+        if (step % max(1, self.steps // 8) == 0 or monotonic() - self.noted > self.pause) and step < self.steps:
+            self.noted = monotonic()
             check = "" if self.latest is None else f"; held out at step {self.latest.step}: {_measured(self.latest)}"
             self.log.note(f"  step {step} of at most {self.steps}, loss {loss:.3f}{check}")
 

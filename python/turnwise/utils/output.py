@@ -210,6 +210,12 @@ def tell(line: str) -> None:
     say(f"turnwise: {line}", to="stderr")
 
 
+def tell_waiting(line: str) -> None:
+    """Print ``turnwise: <line>`` before work of seconds, on a terminal alone: no script has to read it."""
+    if sys.stderr.isatty():
+        tell(line)
+
+
 def console(to: Name = "stdout", **settings: Any) -> Console:
     """Return a console of rich on which text is no markup, and control characters are escaped.
 

@@ -128,7 +128,7 @@ def announce_code(settings: Any, what: str = "is imported") -> None:
         file = files.get(name.split(":")[-2])
         named.append(f"{key} = {name!r}" + (f" ({file})" if file else ""))
     if named:
-        tell(f"the config can name code, which {what} here: {', '.join(named)}")
+        tell(f"the config may name code, which {what} by this command: {', '.join(named)}")
 
 
 def code_files(settings: Any) -> dict[str, str]:

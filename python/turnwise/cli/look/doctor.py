@@ -23,7 +23,7 @@ from functools import partial
 
 from turnwise.cli.look.probes import DoctorRow, Status
 from turnwise.cli.options import EXIT_FAILED, EXIT_OK
-from turnwise.utils.output import write
+from turnwise.utils.output import tell_waiting, write
 
 LOW_DISK, LOW_MEMORY = 5.0, 2.0  # GB free below which a run of the demo may fail
 
@@ -91,6 +91,7 @@ BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 def run(options: argparse.Namespace) -> int:
     if not options.seconds > 0:
         raise ValueError(f"--seconds={options.seconds!r}: expected a number > 0")
+    tell_waiting(f"importing each part in a process of its own, for at most {options.seconds:g} s")
     checks = examine(options.seconds)
     write(render(checks, as_json=options.json, colour=sys.stdout.isatty()) + "\n")
     return EXIT_FAILED if any(check.status == "broken" for check in checks) else EXIT_OK

@@ -327,7 +327,7 @@ def closing_words(summary: Mapping[str, Any], out: Path, curve: str, reports: Se
         f"  what the teams wrote  {paths}\n"
         f"                       or `turnwise view {last}`\n"
         f"  the figures          {out / 'summary.json'}\n"
-        "  your own run         docs/training.md, and `turnwise train --help`"
+        "  your own team        `turnwise init my-team`, and docs/training.md"
     )
 
 

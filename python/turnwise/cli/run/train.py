@@ -12,7 +12,7 @@ from turnwise.tasks import task_type
 from turnwise.train.config.schema import TrainConfig
 from turnwise.train.config.toml import raw_settings, to_toml
 from turnwise.train.validate import read_config
-from turnwise.utils.output import say
+from turnwise.utils.output import say, tell_waiting
 from turnwise.utils.registry import announce_code, code_in
 from turnwise.utils.signals import exit_on_signals
 
@@ -58,6 +58,7 @@ def show(config: TrainConfig) -> None:
 
 def train(config: TrainConfig) -> int:
     """Train, and return the exit code."""
+    tell_waiting("loading PyTorch and transformers")
     from turnwise.report import write_report
     from turnwise.run.build import follow_config, train_from_config
     from turnwise.run.cluster import is_supervised, train_on_cluster

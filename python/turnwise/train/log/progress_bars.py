@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from turnwise.utils.output import Output, printable
@@ -36,11 +37,13 @@ class ProgressBars:
         self.console = console
         self._progress = Progress(
             TextColumn("{task.description:<8}", style="bold", markup=False),
-            BarColumn(),
+            BarColumn(bar_width=16),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
+            # On a narrow terminal only the note is cut.
+            TextColumn("{task.fields[note]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
             console=console,
+            expand=True,
             disable=not (shown and console.is_terminal),
         )
         self._run = self._progress.add_task("train", total=total_steps, note="")

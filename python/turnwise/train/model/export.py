@@ -6,7 +6,8 @@ import copy
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,22 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
     mend_config(model.config, getattr(model, "generation_config", None))
     if getattr(model, "generation_config", None) is not None:
         model.generation_config = mended_generation(model.generation_config)[0]
-    model.save_pretrained(folder, state_dict=weights)
+    with _without_bars():
+        model.save_pretrained(folder, state_dict=weights)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep the bars of transformers off: a run has its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def save_merged(model: AdaptedModel, folder: Path) -> None:
