@@ -72,6 +72,10 @@ class End:
     actors: set[str]
 
 
+Shape = tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, frozenset[str | None]]
+"""Of a rollout with one end: its type and task, the names of its rewards and metrics, how it ended, and who acted."""
+
+
 class Outcomes:
     """Fills in what ``rollouts``, finished ones of one batch, paid. Types without ``rubrics`` stay as they are.
 
@@ -84,7 +88,13 @@ class Outcomes:
         self.paid: defaultdict[str, set[str]] = defaultdict(set)
         self.acted: defaultdict[str, set[str]] = defaultdict(set)
         unscored: defaultdict[str, set[str]] = defaultdict(set)
+        # Most rollouts of a type have one shape, and nothing to fill in.
+        same: defaultdict[Shape, list[Rollout]] = defaultdict(list)
+        others: list[Rollout] = []
         for rollout in rollouts:
+            shape = _shape_of(rollout) if rollout.episode_type in rubrics else None
+            (others if shape is None else same[shape]).append(rollout)
+        for rollout in (*others, *(alike[0] for alike in same.values())):
             if functions := rubrics.get(rollout.episode_type):
                 for end in _ends(rollout):
                     kind = rollout.episode_type
@@ -95,9 +105,12 @@ class Outcomes:
         for kind, actors in unscored.items():
             if kind not in self.paid:  # no episode of the batch was scored
                 self.paid[kind] = actors
+        self._whole = {id(each): each for shape, alike in same.items() if self._is_whole(shape) for each in alike}
 
     def of(self, rollout: Rollout) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return the rewards by actor, and the metrics by name."""
+        if id(rollout) in self._whole:
+            return rollout.rewards, rollout.metrics
         functions = self.rubrics.get(rollout.episode_type)
         ends = list(_ends(rollout)) if functions else []
         if not functions or not ends:
@@ -117,6 +130,11 @@ class Outcomes:
             metrics |= {f"{task}{name}": value for name, value in own.items()}
         return rewards, metrics
 
+    def _is_whole(self, shape: Shape) -> bool:
+        kind, task, rewards, metrics, ended, actors = shape
+        missing = ((actors & self.paid[kind]) - set(rewards)) | (self.named[kind] - set(metrics))
+        return not missing and ended != UNSCORED and not any(name.startswith(f"{task}/") for name in metrics)
+
     def _rewards(self, kind: str, end: End) -> dict[str, float]:
         actors = [actor for actor in {**end.rewards, **dict.fromkeys(sorted(end.actors))} if actor in self.paid[kind]]
         return {actor: end.rewards.get(actor, 0.0) for actor in actors}
@@ -129,6 +147,15 @@ class Outcomes:
             if acts and (functions[function].weight or not end.scored):
                 found[name] = 0.0
         return found
+
+
+def _shape_of(rollout: Rollout) -> Shape | None:
+    meta, facts = rollout.meta, rollout.facts
+    if "ends" in meta or CHILD_ACTORS in meta or rollout.error is not None or facts.dropped is not None:
+        return None
+    actors = frozenset([step.actor_id for step in rollout.steps])
+    names = tuple(rollout.rewards), tuple(rollout.metrics)
+    return rollout.episode_type, facts.task, *names, meta.get("ended"), actors
 
 
 def _ends(rollout: Rollout) -> Iterator[End]:
