@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -319,6 +320,22 @@ def test_a_verifier_keeps_right_answers_and_replaces_others() -> None:
     assert outcome(kept, artifact) == {"solver": 0.0, "verifier": 0.0}
     assert form(kept) == {"solver": 0.0, "verifier": 1.0} and verdict(kept, artifact) == {"verifier": 0.0}
     assert verdict({"said": {"solver": "9 + 2 = 11"}}, artifact) == {}
+
+
+def test_a_verifier_with_a_calculator_sees_what_the_solver_s_sum_is() -> None:
+    from examples.smollm2.verifier import Options, Verifier
+
+    def shown(calculator: bool, answer: str) -> list[str]:
+        task = Verifier(Options(calculator=calculator))
+        state = SimpleNamespace(current_actor="verifier", data={"answer": answer})
+        chat = task.episodes()["checked"].build_messages(state, None, {"question": "How many?"})
+        return [message["content"] for message in chat if message["role"] == "user"]
+
+    assert not any("calculator" in text for text in shown(False, "9 - 2 = 8"))
+    with_it = shown(True, "9 - 2 = 8")
+    assert with_it[-1] == "How many?\n9 - 2 = 8\nThe calculator says 9 - 2 = 7"
+    assert [text.splitlines()[-1][-2:] for text in with_it[:-1]] == ["35", "35", "27", " 7"]
+    assert shown(True, "It is 7.")[-1] == "How many?\nIt is 7."
 
 
 @pytest.mark.parametrize("actors", [["describer", "guesser"], ["guesser"]])

@@ -64,6 +64,7 @@ def real(seed: int) -> list[Cell]:
         changed: dict[str, Settings] = {
             "team": {},
             "team-verdict": {"task_options": {"verdict": 0.5}},
+            "team-calculator": {"task_options": {"calculator": True}},
             "solver-alone": {"task_options": {"actors": ["solver"]}},
         }
         # With one thread each, two cells run side by side.
