@@ -188,6 +188,18 @@ async def test_a_start_that_is_too_sharp_to_explore(played, sharpness):
     assert "all attempts wrote the same" in found.found[0].text
 
 
+@pytest.mark.parametrize(("answer", "is_told"), [("1", True), ("2", False)])
+async def test_a_start_that_leaves_nothing_to_gain(played, tmp_path, answer, is_told):
+    """It is said at the first validation, though samples of the first actor fail now and then."""
+
+    def says(actor, question, step, attempt):
+        return answer if actor == "first" and attempt < 3 else any_digit(actor, question, step, attempt)
+
+    await played(says, [won, differ], steps=1, eval={"every": 1})
+    told = [row for row in read_metrics(tmp_path / "run0", "warnings.jsonl") if "already succeeds in" in row["warning"]]
+    assert [row["step"] for row in told] == [0] * is_told
+
+
 async def test_form_is_learned_and_the_outcome_is_not(played):
     def form(extras):
         return {actor: float(text != "9") for actor, text in extras["said"].items()}
@@ -293,6 +305,18 @@ async def test_a_rate_that_moves_the_policy_too_far(make_trainer):
     await trainer.run()
     found = diagnose(trainer.config.run_dir)
     assert ("far-steps", None) in names(found)
+
+
+def test_a_first_step_that_took_the_entropy_away():
+    """SmolLM2 as buyer and seller, with one update per step, so that no KL divergence shows how far it goes."""
+    facts, *rows = map(json.loads, (Path(__file__).parent / "ill" / "haggle.jsonl").read_text().splitlines())
+    diagnoser = Diagnoser(Facts.from_json(json.dumps(facts)))
+    (far,) = [found for row in rows for found in diagnoser.add(row) if found.name == "far-steps"]
+    assert (far.actor, far.since, far.step) == ("seller", 2, 4)
+    assert "step 1 took its entropy from 1.5 to 0.029 nats per token (seller/entropy)" in far.text
+    assert ("one-answer", "seller") in names(diagnoser)
+    recovered = Diagnoser(Facts.from_json(json.dumps(facts)))
+    assert not any(recovered.add({**row, "seller/entropy": 1.0 + row["step"] % 2}) for row in rows[:4])
 
 
 def test_a_resumed_run_says_what_one_left_alone_says(tmp_path, monkeypatch):

@@ -27,6 +27,10 @@ range of 97% of the starts of the learning table from which a run gained 10 poin
 FAR_KL, FAR_CLIPPED = 0.3, 0.4
 """Largest KL divergence of one step, in nats per token, and largest share of clipped tokens."""
 
+FELL_TO, FELL_BY, FIRST = 0.25, 0.5, 10
+"""One of the first steps moves an actor too far if it takes its entropy to this share or less, by this many nats per
+token or more. No run of the learning table has such a step."""
+
 LOPSIDED = (0.75, 0.97)
 """Base rates that are far from one half. Beyond the second the function pays one word, whatever is judged."""
 
@@ -192,7 +196,19 @@ def sharp_start(history: History) -> Iterator[Finding]:
 
 
 def far_steps(history: History) -> Iterator[Finding]:
-    """Name a policy that one step moves too far."""
+    """Name a policy that one step moves too far, and an actor whose entropy one of the first steps took away.
+
+    With one update per step, only the entropy of the next step's samples shows how far it went.
+    """
+    for actor in history.facts.actors:
+        name = history.of_actor("entropy", actor)
+        if fall := _fall(history, name):
+            step, before, after = fall
+            yield Finding(
+                actor,
+                f"step {step} took its entropy from {before:.2g} to {after:.2g} nats per token ({name})",
+                "start again with a lower update.lr, or let it rise slowly (update.warmup)",
+            )
     for policy in sorted(set(history.facts.actors.values())):
         kl = history.now(history.of_policy("approx_kl_k3", policy), EARLY) or 0.0
         clipped = sum(
@@ -206,6 +222,17 @@ def far_steps(history: History) -> Iterator[Finding]:
                 f"({history.of_policy('approx_kl_k3', policy)}), {clipped:.0%} of the tokens clipped",
                 "lower update.lr, or update.num_minibatches and update.ppo_epochs",
             )
+
+
+def _fall(history: History, name: str) -> tuple[int, float, float] | None:
+    """Return the step that took the entropy called ``name``, with its value before and after."""
+    rows = [row for row in history.recent if row.get(name) is not None]
+    for at in range(len(rows) - 1):
+        step, before, after = int(rows[at]["step"]), rows[at][name], [row[name] for row in rows[at + 1 :]]
+        is_far = after[0] <= FELL_TO * before and before - after[0] >= FELL_BY
+        if is_far and step <= FIRST and max(after) <= 2 * FELL_TO * before:
+            return step, before, after[0]
+    return None
 
 
 def fell(history: History) -> Iterator[Finding]:
