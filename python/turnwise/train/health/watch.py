@@ -144,8 +144,8 @@ class Watch:
         if not step and self._trainer.config.steps and decided and measured.success >= FULL:
             self._warn(
                 ("full",),
-                f"the start already succeeds in {measured.success:.0%} of the validation, which is greedy, so that can't "
-                "show what the run learns: ask harder questions, or stop the warm start earlier (warm_start.steps)",
+                f"the start already succeeds in {measured.success:.0%} of the validation, which is greedy, so that "
+                "can't show what the run learns: ask harder questions, or stop the warm start earlier (warm_start.steps)",
                 step=step,
             )
         if measured.gap:
