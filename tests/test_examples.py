@@ -338,6 +338,37 @@ def test_a_verifier_with_a_calculator_sees_what_the_solver_s_sum_is() -> None:
     assert shown(True, "It is 7.")[-1] == "How many?\nIt is 7."
 
 
+def test_a_deal_pays_both_their_share_and_a_bad_one_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on a tiny model, and the rules by hand."""
+    from examples.smollm2.haggle import Haggling, deal, form, gain, prompt
+
+    artifact = Haggling().artifact("lamp 30 50")
+    assert prompt("buyer", artifact, None) == "The lamp is worth 50 to you. Make an offer."
+    assert prompt("seller", artifact, 42) == "The lamp cost you 30. The buyer offers 42."
+    for price, dealt, gains, agreed in ((42, True, (0.4, 0.6), 1), (42, False, (0, 0), 0), (25, True, (1, -0.25), 0)):
+        extras = {"dealt": dealt, "price": price}
+        assert gain(extras, artifact) == dict(zip(("buyer", "seller"), gains, strict=True))
+        assert deal(extras, artifact) == {"buyer": agreed, "seller": agreed}
+    assert form({"readable": {"buyer": [True, False], "seller": []}}) == {"buyer": 0.5}
+
+    state = SimpleNamespace(data={}, current_actor="buyer")
+    episode = Haggling().episodes()["haggle"]
+    episode.setup(state, None, artifact)
+    for actor, said, over in (("buyer", "40", False), ("seller", "45", False), ("buyer", "deal", True)):
+        state.current_actor, state.last_completion_text = actor, said
+        episode.env_response(state, None, artifact)
+        assert episode.is_done(state, None, artifact) == over
+    assert state.data["dealt"] and state.data["price"] == 45
+
+    monkeypatch.chdir(EXAMPLES.parent)
+    short = {**SHORT, "steps": 1, "policies.default.path": "tiny", "run_dir": str(tmp_path / "run")}
+    del short["credit.rule"]
+    train_from_config(load_config(EXAMPLES / "smollm2" / "haggle.toml", short | {"rollout.branches": 1}))
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1] and not any(row.get("episodes/failed") for row in rows)
+    assert {"metric/gain/buyer", "metric/gain/seller", "metric/deal/buyer"} <= set(rows[1])
+
+
 @pytest.mark.parametrize("actors", [["describer", "guesser"], ["guesser"]])
 def test_describer_and_guesser_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actors: list[str]) -> None:
     """A step on a tiny model: each actor plays, with the other's view or without."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cells import SEEDS, Cell, Settings, merged
-from shared import EXAMPLES
+from cells import SEEDS, Cell, Settings, WarmStart, merged
+from shared import BASE, EXAMPLES
 
 from turnwise.train.config.toml import raw_settings
 
@@ -23,6 +23,33 @@ def sub_agents(seed: int) -> list[Cell]:
         "inherited": {"steps": 100_000, "task": "gateway:examples.sub_agents:inheriting"},
     }
     return [Cell("sub_agents", "two-parts", name, seed, merged(base, changed)) for name, changed in contenders.items()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Does a buyer and a seller keep trading?
+# ---------------------------------------------------------------------------------------------------------------------
+def haggle(seed: int) -> list[Cell]:
+    """Self-play of ``examples/smollm2/haggle.py`` with a tiny model, a seat that trains against a frozen one, seats that
+    take turns, a league, and a small pay for a deal. All seeds share one start."""
+    task, quality = "examples.smollm2.haggle:Haggling", {"quality": 0.5}
+    settings = {"steps": 400, "batch_size": 64, "lr": 2.5e-3}
+    start = WarmStart(task, quality, settings, SEEDS[0])
+    base = merged(
+        BASE,
+        {"task": task, "task_options": {**quality, "max_tokens": 8}, "max_sampled_tokens": 30_000},
+        {"rollout": {"prompts_per_step": 32, "group_size": 8}, "update": {"lr": 3e-4, "num_minibatches": 1}},
+        {"eval": {"num_prompts": 200}},
+    )
+    apart: Settings = {"policy_sharing": "model_per_actor"}
+    contenders: dict[str, Settings] = {
+        "untrained": {"steps": 0},
+        "self-play": {},
+        "frozen-seller": {**apart, "phases": [{"train": ["buyer"], "steps": 100_000}]},
+        "taking-turns": {**apart, "phases": [{"train": [seat], "steps": 3} for seat in ("buyer", "seller")]},
+        "league": {"league": {"share": 0.5, "every": 2}},
+        "paid-deals": {"task_options": {"deal": 0.25}},
+    }
+    return [Cell("haggle", "tiny", name, seed, merged(base, changed), start) for name, changed in contenders.items()]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -169,6 +169,7 @@ async def test_one_answer_to_different_prompts_since_its_step(played):
     (each,) = [each for each in found.found if each.name == "one-answer"]
     assert each.actor == "second" and each.since > 3 and f"since step {each.since}. Go back" in each.line
     assert "of its answers to 6 different prompts are the same" in each.text and "entropy" in each.text
+    assert "rollout.branches" not in each.remedy, "each group has one prompt"
     assert rows[-1]["answers/distinct/second"] == 1 and rows[-1]["answers/distinct/first"] == 9
 
 
@@ -314,7 +315,8 @@ def test_a_first_step_that_took_the_entropy_away():
     (far,) = [found for row in rows for found in diagnoser.add(row) if found.name == "far-steps"]
     assert (far.actor, far.since, far.step) == ("seller", 2, 4)
     assert "step 1 took its entropy from 1.5 to 0.029 nats per token (seller/entropy)" in far.text
-    assert ("one-answer", "seller") in names(diagnoser)
+    (alike,) = [found for found in diagnoser.found if found.name == "one-answer"]
+    assert alike.actor == "seller" and "Its 40 prompts are compared in 7 groups" in alike.line
     recovered = Diagnoser(Facts.from_json(json.dumps(facts)))
     assert not any(recovered.add({**row, "seller/entropy": 1.0 + row["step"] % 2}) for row in rows[:4])
 

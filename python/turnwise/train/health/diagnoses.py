@@ -17,8 +17,8 @@ DONE = 0.9
 TIED = 0.75
 """Least share of tied groups."""
 
-ONE_ANSWER, FEW = 0.9, 4
-"""Least share of the commonest answer, and of different prompts in a step."""
+ONE_ANSWER, FEW, MIXED = 0.9, 4, 3
+"""Least share of the commonest answer, of different prompts in a step, and of these in a group that mixes them."""
 
 SHARP, EXPLORES = 0.05, (0.05, 2.0)
 """Entropy of a start, in nats per token, below which groups whose attempts are all the same are its fault; and the
@@ -104,14 +104,20 @@ def one_answer(history: History) -> Iterator[Finding]:
         share = history.now(f"answers/commonest/{actor}") or 0.0
         if prompts is None or distinct is None or prompts < FEW or share < ONE_ANSWER:
             continue
-        entropy = history.now(history.of_actor("entropy", actor))
+        entropy, groups = history.now(history.of_actor("entropy", actor)), history.now(f"groups/compared/{actor}")
         told = "" if entropy is None else f", entropy {entropy:.2g} nats per token"
+        mixed = (
+            f". Its {prompts:.0f} prompts are compared in {groups:.0f} groups, so others' answers decide what pays: "
+            'branch at each call (rollout.branches, credit.rule = "at_grpo" or "vine")'
+            if groups and prompts >= MIXED * groups
+            else ""
+        )
         yield Finding(
             actor,
             f"{share:.0%} of its answers to {prompts:.0f} different prompts are the same "
             f"(answers/commonest/{actor}{told})",
             "go back to a checkpoint before it with a lower update.lr, pay it for its own part of the outcome, and "
-            "check that its prompt shows what the right answer depends on",
+            f"check that its prompt shows what the right answer depends on{mixed}",
         )
 
 

@@ -145,7 +145,7 @@ class Watch:
             self._warn(
                 ("full",),
                 f"the start already succeeds in {measured.success:.0%} of the validation, which is greedy, so that "
-                "can't show what the run learns: ask harder questions, or stop the warm start earlier (warm_start.steps)",
+                "can't show what the run learns: ask harder questions, or shorten the warm start (warm_start.steps)",
                 step=step,
             )
         if measured.gap:
