@@ -317,6 +317,7 @@ def test_a_first_step_that_took_the_entropy_away():
     assert "step 1 took its entropy from 1.5 to 0.029 nats per token (seller/entropy)" in far.text
     (alike,) = [found for found in diagnoser.found if found.name == "one-answer"]
     assert alike.actor == "seller" and "Its 40 prompts are compared in 7 groups" in alike.line
+    assert "Its start has this habit (61% in the first step)" in alike.line
     recovered = Diagnoser(Facts.from_json(json.dumps(facts)))
     assert not any(recovered.add({**row, "seller/entropy": 1.0 + row["step"] % 2}) for row in rows[:4])
 

@@ -17,8 +17,9 @@ DONE = 0.9
 TIED = 0.75
 """Least share of tied groups."""
 
-ONE_ANSWER, FEW, MIXED = 0.9, 4, 3
-"""Least share of the commonest answer, of different prompts in a step, and of these in a group that mixes them."""
+ONE_ANSWER, HABIT, FEW, MIXED = 0.9, 0.5, 4, 3
+"""Least share of the commonest answer, now and in the first step, and number of different prompts in a step and in a
+group that mixes them."""
 
 SHARP, EXPLORES = 0.05, (0.05, 2.0)
 """Entropy of a start, in nats per token, below which groups whose attempts are all the same are its fault; and the
@@ -116,9 +117,20 @@ def one_answer(history: History) -> Iterator[Finding]:
             actor,
             f"{share:.0%} of its answers to {prompts:.0f} different prompts are the same "
             f"(answers/commonest/{actor}{told})",
-            "go back to a checkpoint before it with a lower update.lr, pay it for its own part of the outcome, and "
-            f"check that its prompt shows what the right answer depends on{mixed}",
+            f"{_before(history, f'answers/commonest/{actor}')}, pay it for its own part of the outcome, and check that "
+            f"its prompt shows what the right answer depends on{mixed}",
         )
+
+
+def _before(history: History, name: str) -> str:
+    """Return where to go back to: before the start, if the share called ``name`` was large in the first step."""
+    first = history.early[0].get(name) or 0.0
+    if first < HABIT:
+        return "go back to a checkpoint before it with a lower update.lr"
+    return (
+        f"its start has this habit ({first:.0%} in the first step): begin with demonstrations whose answers follow "
+        "from their prompts (warm_start), lower update.lr"
+    )
 
 
 def form_alone(history: History) -> Iterator[Finding]:
