@@ -29,8 +29,8 @@ def sub_agents(seed: int) -> list[Cell]:
 # Does a buyer and a seller keep trading?
 # ---------------------------------------------------------------------------------------------------------------------
 def haggle(seed: int) -> list[Cell]:
-    """Self-play of ``examples/smollm2/haggle.py`` with a tiny model, a seat that trains against a frozen one, seats that
-    take turns, a league, and a small pay for a deal. All seeds share one start."""
+    """Self-play of ``examples/smollm2/haggle.py`` with a tiny model, a seat that trains against a frozen one, seats
+    that take turns, a league, and a small pay for a deal. All seeds share one start."""
     task, quality = "examples.smollm2.haggle:Haggling", {"quality": 0.5}
     settings = {"steps": 400, "batch_size": 64, "lr": 2.5e-3}
     start = WarmStart(task, quality, settings, SEEDS[0])
@@ -74,6 +74,10 @@ PAIR: Settings = {
 model_per_actor --run_dir runs/smollm2-pair`` leaves the teachers."""
 
 
+EXAMPLE_OF = {"calculator": "verifier"}
+"""The example of a setting that has another name."""
+
+
 def real(seed: int) -> list[Cell]:
     """SmolLM2-135M as ``examples/smollm2`` trains it. Needs ``make model``, and the frameworks beside turnwise.
 
@@ -91,12 +95,22 @@ def real(seed: int) -> list[Cell]:
         changed: dict[str, Settings] = {
             "team": {},
             "team-verdict": {"task_options": {"verdict": 0.5}},
-            "team-calculator": {"task_options": {"calculator": True}},
             "solver-alone": {"task_options": {"actors": ["solver"]}},
         }
         # With one thread each, two cells run side by side.
         settings["verifier"] = {
             name: merged({"threads": 1}, more) for name, more in {"untrained": untrained, **changed}.items()
+        }
+        # The same task with other held-out questions, as a later version splits them.
+        with_it: Settings = {"task_options": {"calculator": True}}
+        settings["calculator"] = {
+            name: merged({"threads": 1}, more)
+            for name, more in {
+                "untrained": merged(untrained, with_it),
+                "team": with_it,
+                "team-verdict": merged(with_it, changed["team-verdict"]),
+                "solver-alone": changed["solver-alone"],
+            }.items()
         }
         settings["kuhn_poker"] = {"rae": {}}
         own = {actor: {"teacher": "default"} for actor in ("describer", "guesser")}
@@ -107,7 +121,7 @@ def real(seed: int) -> list[Cell]:
         views["distilled-pair-top-k"] = {**distilled, **PAIR, "distill": {"top_k": 16}}
     made = []
     for name, contenders in settings.items():
-        example = raw_settings(EXAMPLES / "smollm2" / f"{name}.toml")
+        example = raw_settings(EXAMPLES / "smollm2" / f"{EXAMPLE_OF.get(name, name)}.toml")
         del example["run_dir"]
         made += [Cell("real", name, who, seed, merged(example, more)) for who, more in contenders.items()]
     return made

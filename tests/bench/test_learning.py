@@ -50,10 +50,10 @@ def test_a_solver_alone_samples_as_much_as_it_does_with_a_verifier():
     from experiments import CELLS
 
     cells = [cell for cell in CELLS if cell.setting == "verifier"]
-    contenders = ["untrained", "team", "team-verdict", "team-calculator", "solver-alone"]
+    contenders = ["untrained", "team", "team-verdict", "solver-alone"]
     assert [cell.contender for cell in cells] == contenders * 2
     assert {cell.seed for cell in cells} == {0, 1} and all("run_dir" not in cell.config for cell in cells)
-    _, team, _, _, alone = (dict(cell.config) for cell in cells[:5])
+    _, team, _, alone = (dict(cell.config) for cell in cells[:4])
     assert alone.pop("task_options") == {**team.pop("task_options"), "actors": ["solver"]}
     assert team == alone and team["max_sampled_tokens"] > 0
 
