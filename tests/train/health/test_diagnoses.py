@@ -314,7 +314,7 @@ def test_a_first_step_that_took_the_entropy_away():
     diagnoser = Diagnoser(Facts.from_json(json.dumps(facts)))
     (far,) = [found for row in rows for found in diagnoser.add(row) if found.name == "far-steps"]
     assert (far.actor, far.since, far.step) == ("seller", 2, 4)
-    assert "step 1 took its entropy from 1.5 to 0.029 nats per token (seller/entropy)" in far.text
+    assert "one step took its entropy from 1.5 to 0.029 nats per token (seller/entropy)" in far.text
     (alike,) = [found for found in diagnoser.found if found.name == "one-answer"]
     assert alike.actor == "seller" and "Its 40 prompts are compared in 7 groups" in alike.line
     assert "Its start has this habit (61% in the first step)" in alike.line

@@ -221,10 +221,10 @@ def far_steps(history: History) -> Iterator[Finding]:
     for actor in history.facts.actors:
         name = history.of_actor("entropy", actor)
         if fall := _fall(history, name):
-            step, before, after = fall
+            before, after = fall
             yield Finding(
                 actor,
-                f"step {step} took its entropy from {before:.2g} to {after:.2g} nats per token ({name})",
+                f"one step took its entropy from {before:.2g} to {after:.2g} nats per token ({name})",
                 "start again with a lower update.lr, or let it rise slowly (update.warmup)",
             )
     for policy in sorted(set(history.facts.actors.values())):
@@ -242,14 +242,14 @@ def far_steps(history: History) -> Iterator[Finding]:
             )
 
 
-def _fall(history: History, name: str) -> tuple[int, float, float] | None:
-    """Return the step that took the entropy called ``name``, with its value before and after."""
+def _fall(history: History, name: str) -> tuple[float, float] | None:
+    """Return the entropy called ``name`` before and after the step that took it away."""
     rows = [row for row in history.recent if row.get(name) is not None]
     for at in range(len(rows) - 1):
         step, before, after = int(rows[at]["step"]), rows[at][name], [row[name] for row in rows[at + 1 :]]
         is_far = after[0] <= FELL_TO * before and before - after[0] >= FELL_BY
         if is_far and step <= FIRST and max(after) <= 2 * FELL_TO * before:
-            return step, before, after[0]
+            return before, after[0]
     return None
 
 
