@@ -81,8 +81,8 @@ def price(extras, artifact):
 
 
 class Options(OwnOptions):
-    """``form`` and ``deal`` are the weights of readable answers, and of a deal at which nobody loses; ``quality`` is the
-    chance that a demonstration doesn't lose."""
+    """``form`` and ``deal`` are the weights of readable answers, and of a deal at which nobody loses. ``quality`` is
+    the chance that a demonstration doesn't lose."""
 
     form: float = 0.1
     deal: float = 0.0
