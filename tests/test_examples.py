@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -319,6 +320,53 @@ def test_a_verifier_keeps_right_answers_and_replaces_others() -> None:
     assert outcome(kept, artifact) == {"solver": 0.0, "verifier": 0.0}
     assert form(kept) == {"solver": 0.0, "verifier": 1.0} and verdict(kept, artifact) == {"verifier": 0.0}
     assert verdict({"said": {"solver": "9 + 2 = 11"}}, artifact) == {}
+
+
+def test_a_verifier_with_a_calculator_sees_what_the_solver_s_sum_is() -> None:
+    from examples.smollm2.verifier import Options, Verifier
+
+    def shown(calculator: bool, answer: str) -> list[str]:
+        task = Verifier(Options(calculator=calculator))
+        state = SimpleNamespace(current_actor="verifier", data={"answer": answer})
+        chat = task.episodes()["checked"].build_messages(state, None, {"question": "How many?"})
+        return [message["content"] for message in chat if message["role"] == "user"]
+
+    assert not any("calculator" in text for text in shown(False, "9 - 2 = 8"))
+    with_it = shown(True, "9 - 2 = 8")
+    assert with_it[-1] == "How many?\n9 - 2 = 8\nThe calculator says 9 - 2 = 7"
+    assert [text.splitlines()[-1][-2:] for text in with_it[:-1]] == ["35", "35", "27", " 7"]
+    assert shown(True, "It is 7.")[-1] == "How many?\nIt is 7."
+
+
+def test_a_deal_pays_both_their_share_and_a_bad_one_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on a tiny model, and the rules by hand."""
+    from examples.smollm2.haggle import Haggling, deal, form, gain, prompt
+
+    artifact = Haggling().artifact("lamp 30 50")
+    assert prompt("buyer", artifact, None) == "The lamp is worth 50 to you. Make an offer."
+    assert prompt("seller", artifact, 42) == "The lamp cost you 30. The buyer offers 42."
+    for price, dealt, gains, agreed in ((42, True, (0.4, 0.6), 1), (42, False, (0, 0), 0), (25, True, (1, -0.25), 0)):
+        extras = {"dealt": dealt, "price": price}
+        assert gain(extras, artifact) == dict(zip(("buyer", "seller"), gains, strict=True))
+        assert deal(extras, artifact) == {"buyer": agreed, "seller": agreed}
+    assert form({"readable": {"buyer": [True, False], "seller": []}}) == {"buyer": 0.5}
+
+    state = SimpleNamespace(data={}, current_actor="buyer")
+    episode = Haggling().episodes()["haggle"]
+    episode.setup(state, None, artifact)
+    for actor, said, over in (("buyer", "40", False), ("seller", "45", False), ("buyer", "deal", True)):
+        state.current_actor, state.last_completion_text = actor, said
+        episode.env_response(state, None, artifact)
+        assert episode.is_done(state, None, artifact) == over
+    assert state.data["dealt"] and state.data["price"] == 45
+
+    monkeypatch.chdir(EXAMPLES.parent)
+    short = {**SHORT, "steps": 1, "policies.default.path": "tiny", "run_dir": str(tmp_path / "run")}
+    del short["credit.rule"]
+    train_from_config(load_config(EXAMPLES / "smollm2" / "haggle.toml", short | {"rollout.branches": 1}))
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1] and not any(row.get("episodes/failed") for row in rows)
+    assert {"metric/gain/buyer", "metric/gain/seller", "metric/deal/buyer"} <= set(rows[1])
 
 
 @pytest.mark.parametrize("actors", [["describer", "guesser"], ["guesser"]])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cells import SEEDS, SWEEP_SEEDS, Cell, Settings, SeveralWarmStart, WarmStart, merged
-from from_examples import real, sub_agents
+from from_examples import haggle, real, sub_agents
 from shared import BASE, COPIES, EXAMPLES, RATES, SHARED_RATES, cells_of, credit, tree
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -584,6 +584,7 @@ QUESTIONS = (
     observations,
     several,
     sub_agents,
+    haggle,
     real,
 )
 CELLS += [cell for seed in SEEDS for cells in QUESTIONS for cell in cells(seed)]

@@ -2,7 +2,8 @@
 
 The solver earns for its own sum and for the team's, the verifier for the team's alone. Their rewards differ in mean, so
 Dr. MAS gives each its own baseline. ``task_options.actors = ["solver"]`` is the solver alone; ``task_options.verdict``
-also pays the verifier for its word.
+also pays the verifier for its word, and with ``task_options.calculator`` it sees what the solver does not: the value of
+the sum that the solver wrote.
 """
 
 import re
@@ -45,14 +46,24 @@ def is_right(said, artifact):
     return re.findall(r"\d+", said)[-1:] == [str(artifact["answer"])]
 
 
+def calculated(seen):
+    """Add what a calculator says of the sum in the last line, if there is one."""
+    found = re.match(r"(\d{1,4}) ([+-]) (\d{1,4})", seen.splitlines()[-1])
+    if found is None:
+        return seen
+    first, sign, second = found.groups()
+    value = int(first) + int(second) * (1 if sign == "+" else -1)
+    return f"{seen}\nThe calculator says {first} {sign} {second} = {value}"
+
+
 class Checked(MultiTurnEpisode):
     episode_type = "checked"
     max_turns = 1
 
-    def __init__(self, actors, verdict_weight, sampler=None):
+    def __init__(self, options, sampler=None):
         super().__init__(sampler=sampler)
-        self.actors = actors
-        self.rubric = Rubric([attempt, outcome, verdict, form], [0.5, 0.5, verdict_weight, 0.0])
+        self.actors, self.calculator = options.actors, options.calculator
+        self.rubric = Rubric([attempt, outcome, verdict, form], [0.5, 0.5, options.verdict, 0.0])
 
     def setup(self, state, arena, artifact):
         state.data.update(said={}, answer="")
@@ -61,6 +72,9 @@ class Checked(MultiTurnEpisode):
         examples, asked = SOLVED, artifact["question"]
         if state.current_actor == "verifier":
             examples, asked = CHECKED, f"{asked}\n{state.data['answer']}"
+            if self.calculator:
+                examples = [(calculated(seen), said) for seen, said in examples]
+                asked = calculated(asked)
         roles = ("user", "assistant")
         shown = [{"role": role, "content": text} for pair in examples for role, text in zip(roles, pair, strict=True)]
         return [*shown, {"role": "user", "content": asked}]
@@ -100,9 +114,10 @@ def verdict(extras, artifact):
 
 
 class Options(OwnOptions):
-    """``verdict`` is the weight of the verifier's reward for a true verdict."""
+    """``verdict`` is the weight of the verifier's reward for a true verdict; ``calculator`` gives it a calculator."""
 
     verdict: float = 0.0
+    calculator: bool = False
     actors: tuple[str, ...] = ("solver", "verifier")
 
 
@@ -124,4 +139,4 @@ class Verifier(OwnTask):
         return {"question": question, "answer": QUESTIONS[question]}
 
     def episodes(self, tree=None):
-        return {"checked": Checked(self.options.actors, self.options.verdict, tree)}
+        return {"checked": Checked(self.options, tree)}

@@ -50,7 +50,8 @@ def test_a_solver_alone_samples_as_much_as_it_does_with_a_verifier():
     from experiments import CELLS
 
     cells = [cell for cell in CELLS if cell.setting == "verifier"]
-    assert [cell.contender for cell in cells] == ["untrained", "team", "team-verdict", "solver-alone"] * 2
+    contenders = ["untrained", "team", "team-verdict", "solver-alone"]
+    assert [cell.contender for cell in cells] == contenders * 2
     assert {cell.seed for cell in cells} == {0, 1} and all("run_dir" not in cell.config for cell in cells)
     _, team, _, alone = (dict(cell.config) for cell in cells[:4])
     assert alone.pop("task_options") == {**team.pop("task_options"), "actors": ["solver"]}

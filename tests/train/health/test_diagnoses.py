@@ -169,6 +169,7 @@ async def test_one_answer_to_different_prompts_since_its_step(played):
     (each,) = [each for each in found.found if each.name == "one-answer"]
     assert each.actor == "second" and each.since > 3 and f"since step {each.since}. Go back" in each.line
     assert "of its answers to 6 different prompts are the same" in each.text and "entropy" in each.text
+    assert "rollout.branches" not in each.remedy, "each group has one prompt"
     assert rows[-1]["answers/distinct/second"] == 1 and rows[-1]["answers/distinct/first"] == 9
 
 
@@ -186,6 +187,18 @@ async def test_a_start_that_is_too_sharp_to_explore(played, sharpness):
     assert (rows[0]["default/first/entropy"] < 0.05) == (sharpness > 1)
     assert names(found) == {("sharp-start" if sharpness > 1 else "ties", "first")}
     assert "all attempts wrote the same" in found.found[0].text
+
+
+@pytest.mark.parametrize(("answer", "is_told"), [("1", True), ("2", False)])
+async def test_a_start_that_leaves_nothing_to_gain(played, tmp_path, answer, is_told):
+    """It is said at the first validation, though samples of the first actor fail now and then."""
+
+    def says(actor, question, step, attempt):
+        return answer if actor == "first" and attempt < 3 else any_digit(actor, question, step, attempt)
+
+    await played(says, [won, differ], steps=1, eval={"every": 1})
+    told = [row for row in read_metrics(tmp_path / "run0", "warnings.jsonl") if "already succeeds in" in row["warning"]]
+    assert [row["step"] for row in told] == [0] * is_told
 
 
 async def test_form_is_learned_and_the_outcome_is_not(played):
@@ -298,6 +311,20 @@ async def test_a_rate_that_moves_the_policy_too_far(make_trainer):
     for facts in (found.history.facts, None):
         again = Diagnoser(facts)
         assert ("far-steps", None) in {(each.name, each.actor) for row in rows for each in again.add(row)}
+
+
+def test_a_first_step_that_took_the_entropy_away():
+    """SmolLM2 as buyer and seller, with one update per step, so that no KL divergence shows how far it goes."""
+    facts, *rows = map(json.loads, (Path(__file__).parent / "ill" / "haggle.jsonl").read_text().splitlines())
+    diagnoser = Diagnoser(Facts.from_json(json.dumps(facts)))
+    (far,) = [found for row in rows for found in diagnoser.add(row) if found.name == "far-steps"]
+    assert (far.actor, far.since, far.step) == ("seller", 2, 4)
+    assert "one step took its entropy from 1.5 to 0.029 nats per token (default/seller/entropy)" in far.text
+    (alike,) = [found for found in diagnoser.found if found.name == "one-answer"]
+    assert alike.actor == "seller" and "Its 40 prompts are compared in 7 groups" in alike.line
+    assert "Its start has this habit (61% in the first step)" in alike.line
+    recovered = Diagnoser(Facts.from_json(json.dumps(facts)))
+    assert not any(recovered.add({**row, "default/seller/entropy": 1.0 + row["step"] % 2}) for row in rows[:4])
 
 
 def test_a_resumed_run_says_what_one_left_alone_says(tmp_path, monkeypatch):

@@ -17,8 +17,9 @@ DONE = 0.9
 TIED = 0.75
 """Least share of tied groups."""
 
-ONE_ANSWER, FEW = 0.9, 4
-"""Least share of the commonest answer, and of different prompts in a step."""
+ONE_ANSWER, HABIT, FEW, MIXED = 0.9, 0.5, 4, 3
+"""Least share of the commonest answer, now and in the first step, and number of different prompts in a step and in a
+group that mixes them."""
 
 SHARP, EXPLORES = 0.05, (0.05, 2.0)
 """Entropy of a start, in nats per token, below which groups whose attempts are all the same are its fault; and the
@@ -26,6 +27,10 @@ range of 97% of the starts of the learning table from which a run gained 10 poin
 
 FAR_KL, FAR_CLIPPED = 0.3, 0.4
 """Largest KL divergence of one step, in nats per token, and largest share of clipped tokens."""
+
+FELL_TO, FELL_BY, FIRST = 0.25, 0.5, 10
+"""One of the first steps moves an actor too far if it takes its entropy to this share or less, by this many nats per
+token or more. No run of the learning table has such a step."""
 
 LOPSIDED = (0.75, 0.97)
 """Base rates that are far from one half. Beyond the second the function pays one word, whatever is judged."""
@@ -100,15 +105,32 @@ def one_answer(history: History) -> Iterator[Finding]:
         share = history.now(f"answers/commonest/{actor}") or 0.0
         if prompts is None or distinct is None or prompts < FEW or share < ONE_ANSWER:
             continue
-        entropy = history.now(history.of_actor("entropy", actor))
+        entropy, groups = history.now(history.of_actor("entropy", actor)), history.now(f"groups/compared/{actor}")
         told = "" if entropy is None else f", entropy {entropy:.2g} nats per token"
+        mixed = (
+            f". Its {prompts:.0f} prompts are compared in {groups:.0f} groups, so others' answers decide what pays: "
+            'branch at each call (rollout.branches, credit.rule = "at_grpo" or "vine")'
+            if groups and prompts >= MIXED * groups
+            else ""
+        )
         yield Finding(
             actor,
             f"{share:.0%} of its answers to {prompts:.0f} different prompts are the same "
             f"(answers/commonest/{actor}{told})",
-            "go back to a checkpoint before it with a lower update.lr, pay it for its own part of the outcome, and "
-            "check that its prompt shows what the right answer depends on",
+            f"{_before(history, f'answers/commonest/{actor}')}, pay it for its own part of the outcome, and check that "
+            f"its prompt shows what the right answer depends on{mixed}",
         )
+
+
+def _before(history: History, name: str) -> str:
+    """Return where to go back to: before the start, if the share called ``name`` was large in the first step."""
+    first = history.early[0].get(name) or 0.0
+    if first < HABIT:
+        return "go back to a checkpoint before it with a lower update.lr"
+    return (
+        f"its start has this habit ({first:.0%} in the first step): begin with demonstrations whose answers follow "
+        "from their prompts (warm_start), lower update.lr"
+    )
 
 
 def form_alone(history: History) -> Iterator[Finding]:
@@ -192,7 +214,19 @@ def sharp_start(history: History) -> Iterator[Finding]:
 
 
 def far_steps(history: History) -> Iterator[Finding]:
-    """Name a policy that one step moves too far."""
+    """Name a policy that one step moves too far, and an actor whose entropy one of the first steps took away.
+
+    With one update per step, only the entropy of the next step's samples shows how far it went.
+    """
+    for actor in history.facts.actors:
+        name = history.of_actor("entropy", actor)
+        if fall := _fall(history, name):
+            before, after = fall
+            yield Finding(
+                actor,
+                f"one step took its entropy from {before:.2g} to {after:.2g} nats per token ({name})",
+                "start again with a lower update.lr, or let it rise slowly (update.warmup)",
+            )
     policies = sorted(set(history.facts.actors.values()))
     for policy in policies:
         kl = history.now(history.of_policy("approx_kl_k3", policy), EARLY) or 0.0
@@ -207,6 +241,17 @@ def far_steps(history: History) -> Iterator[Finding]:
                 f"({history.of_policy('approx_kl_k3', policy)}), {clipped:.0%} of the tokens clipped",
                 "lower update.lr, or update.num_minibatches and update.ppo_epochs",
             )
+
+
+def _fall(history: History, name: str) -> tuple[float, float] | None:
+    """Return the entropy called ``name`` before and after the step that took it away."""
+    rows = [row for row in history.recent if row.get(name) is not None]
+    for at in range(len(rows) - 1):
+        step, before, after = int(rows[at]["step"]), rows[at][name], [row[name] for row in rows[at + 1 :]]
+        is_far = after[0] <= FELL_TO * before and before - after[0] >= FELL_BY
+        if is_far and step <= FIRST and max(after) <= 2 * FELL_TO * before:
+            return before, after[0]
+    return None
 
 
 def fell(history: History) -> Iterator[Finding]:

@@ -25,6 +25,9 @@ PATIENCE = 5
 RATIO_BOUND = 20.0
 """Limit of the probability ratio of updated to sampling weights, per token; clipped losses keep it near 1."""
 
+FULL = 0.95
+"""Validation success of a start above which a run can't show what it learns."""
+
 REPLACED = ("not_trainable", "over_quota", "resample")
 """Causes that lose no expected sample: seats that don't train, and questions replaced by others."""
 
@@ -132,22 +135,31 @@ class Watch:
             self._trainer.log.warn(step, found.line, diagnosis=found.name, actor=found.actor)
 
     def validation(self, measured: Evaluation) -> None:
-        """Check that no actor breaks more than it fixes, and that success is known.
+        """Check that no actor breaks more than it fixes, that success is known, and that a start leaves some to gain.
 
         Before any training no actor is judged.
         """
+        step = self._trainer.progress.step
+        decided = all(value in (0.0, 1.0) for value in measured.values)  # no reward without an upper bound
+        if not step and self._trainer.config.steps and decided and measured.success >= FULL:
+            self._warn(
+                ("full",),
+                f"the start already succeeds in {measured.success:.0%} of the validation, which is greedy, so that "
+                "can't show what the run learns: ask harder questions, or shorten the warm start (warm_start.steps)",
+                step=step,
+            )
         if measured.gap:
             text = f"the validation has no success, so its curve has a gap: {measured.gap}"
-            self._warn(("validation", measured.gap.partition(":")[0]), text, step=self._trainer.progress.step)
+            self._warn(("validation", measured.gap.partition(":")[0]), text, step=step)
         for actor, made in measured.contributions.items():
-            if self._trainer.progress.step and made.fixed < made.broken:
+            if step and made.fixed < made.broken:
                 self._warn(
                     ("contribution", actor),
                     f"actor {actor!r} fixes less than it breaks: it was handed {made.handed} answers and changed "
                     f"{made.changed}; it fixed {made.fixed} of {made.wrong} wrong parts and broke {made.broken} of "
                     f"{made.right} right ones. Measure the team without it (turnwise eval RUN --ablate {actor}), and "
                     "reward it for the difference that it makes",
-                    step=self._trainer.progress.step,
+                    step=step,
                 )
 
     def _step(self, trained: int, drops: Mapping[tuple[str, str], int], ties: dict[str, float]) -> None:
