@@ -191,9 +191,9 @@ def _try(folder: Path, dtype: str, lora: bool) -> None:
 
     config, built, tokenizer = trained("whole", 2)
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    off = lines[0]["default/sampler_trainer_logprob_max_diff"]
+    off = lines[0]["solver/sampler_trainer_logprob_max_diff"]
     assert off < FARTHEST[dtype], f"sampler and trainer differ by {off:.2g}"
-    assert all(line["default/grad_norm"] > 0 for line in lines), "no gradient"
+    assert all(line["solver/grad_norm"] > 0 for line in lines), "no gradient"
     _, resumed, _ = trained("parts", 1, 2)
     assert resumed["solver"].fingerprint() == built["solver"].fingerprint(), "a resumed run has other bits"
     export_policies(built, tokenizer, config.run_dir, own_bases=False)
