@@ -38,7 +38,7 @@ def haggle(seed: int) -> list[Cell]:
         BASE,
         {"task": task, "task_options": {**quality, "max_tokens": 8}, "max_sampled_tokens": 30_000},
         {"rollout": {"prompts_per_step": 32, "group_size": 8}, "update": {"lr": 3e-4, "num_minibatches": 1}},
-        {"eval": {"num_prompts": 200}},
+        {"eval": {"num_prompts": 170}},
     )
     apart: Settings = {"policy_sharing": "model_per_actor"}
     contenders: dict[str, Settings] = {

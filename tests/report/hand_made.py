@@ -75,7 +75,7 @@ def hand_made(folder: Path, step: int) -> None:
     rewards = {"alice": 1.0, "bob": float("nan")}
     rollout = Rollout("r9", "duel", {"deal": HOSTILE}, steps, rewards, seed=2**62 + 1)
     result = GenerateResult(rollout, children=[GenerateResult(failed, parent_id="r9")])
-    RunLog(folder, step, tokenizer=words).step(step, {"reward": float("nan"), "loss": 0.5}, [result])
+    RunLog(folder, step, tokenizer=words).step(step, {"reward": float("nan"), "default/loss": 0.5}, [result])
 
 
 def chat_run(folder: Path) -> list[Step]:

@@ -201,9 +201,11 @@ def test_markup_failures_nested_episodes_and_private_text(page):
     summary = nested.locator(".summary").inner_text()
     assert summary.endswith("sub-agent of r9, as bob, after call 1 of alice, with its reward")
     page.locator(".prompt summary").first.click()
+    page.locator("mark.private:visible").first.wait_for()
     assert page.locator("mark.private:visible").all_inner_texts() == ["Your card: ace"]
     bob = page.locator(".prompt", has_text="prompt: 2 messages").first
     bob.locator("summary").click()
+    bob.locator("mark.private").first.wait_for()  # a prompt is made when it is opened
     assert bob.locator("mark.private").all_inner_texts() == ["board"], "what the arena marked while the episode ran"
     page.fill("[aria-label='Filter episodes']", "no such episode")
     assert page.locator(".entry").count() == 0

@@ -81,7 +81,7 @@ def test_the_whole_episode_is_there(made_run):
     }
     bob = run["prompts"][run["episodes"][0]["steps"][3]["prompt"]]["messages"]
     assert [message["private"] for message in bob] == [False, False]
-    assert run["curves"]["series"] == {"reward": [None], "loss": [0.5]}
+    assert run["curves"]["series"] == {"reward": [None], "default/loss": [0.5]}
     assert run["episodes"][0]["rewards"] == {"alice": 1.0, "bob": "nan"}
     assert run["episodes"][0]["seed"] == str(2**62 + 1)
     json.dumps(run, allow_nan=False)
