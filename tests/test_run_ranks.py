@@ -118,8 +118,8 @@ def test_two_processes_replay_the_experts_of_a_mixture(tmp_path: Path) -> None:
     train_from_config(one).close()
     train_on_two_ranks(two)
     [got], [want] = rows_of(two.run_dir), rows_of(one.run_dir)
-    assert got["routing/replayed"] == want["routing/replayed"] == 1.0
-    name = "sampler_trainer_logprob_max_diff"
+    assert got["default/routing/replayed"] == want["default/routing/replayed"] == 1.0
+    name = "default/sampler_trainer_logprob_max_diff"
     assert got[name] == pytest.approx(want[name], rel=1e-3) and got[name] < 0.2
 
 
