@@ -6,15 +6,22 @@
 namespace turnwise::state {
 namespace {
 
+// The items of a list or tuple; null for other nodes.
+const Values* items_of(const Node* node) {
+    if (node && node->kind == Kind::List) return &static_cast<const ListNode*>(node)->items;
+    return node && node->kind == Kind::Tuple ? &static_cast<const TupleNode*>(node)->items : nullptr;
+}
+
+const RadixArray<Entry, 5>* entries_of(const Node* node) {
+    return node && node->kind == Kind::Dict ? &static_cast<const DictNode*>(node)->entries : nullptr;
+}
+
 Value value_at(const Node* node, size_t place) {
-    if (node && node->kind == Kind::Dict) {
-        const auto& entries = static_cast<const DictNode*>(node)->entries;
-        return place < entries.size() && entries[place].key ? entries[place].value : Value();
+    if (const auto* entries = entries_of(node)) {
+        return place < entries->size() && (*entries)[place].key ? (*entries)[place].value : Value();
     }
-    if (!node || (node->kind != Kind::List && node->kind != Kind::Tuple)) return {};
-    const Values& items = node->kind == Kind::List ? static_cast<const ListNode*>(node)->items
-                                                   : static_cast<const TupleNode*>(node)->items;
-    return place < items.size() ? items[place] : Value();
+    const Values* items = items_of(node);
+    return items && place < items->size() ? (*items)[place] : Value();
 }
 
 // A node with the same references that nobody writes. Only dicts and lists have one, and a dict has no index; other
@@ -56,23 +63,17 @@ void Edges::add(Value value, SlotIndex parent, size_t place) {
 }
 
 void Edges::learn(SlotIndex slot, const Node* node, const Node* known) {
-    if (node->kind == Kind::Dict) {
-        const RadixArray<Entry, 5> none;
-        const bool same = known && known->kind == Kind::Dict;
-        RadixArray<Entry, 5>::compare(static_cast<const DictNode*>(node)->entries,
-                                      same ? static_cast<const DictNode*>(known)->entries : none,
+    if (const auto* entries = entries_of(node)) {
+        const auto* before = entries_of(known);
+        RadixArray<Entry, 5>::compare(*entries, before ? *before : RadixArray<Entry, 5>(),
                                       [&](size_t place, const Entry* entry, const Entry*) {
                                           if (entry && entry->key) add(entry->value, slot, place);
                                       });
-    } else if (node->kind == Kind::List || node->kind == Kind::Tuple) {
-        const Values none;
-        const bool same = known && known->kind == node->kind && node->kind == Kind::List;
-        const Values& items = node->kind == Kind::List ? static_cast<const ListNode*>(node)->items
-                                                       : static_cast<const TupleNode*>(node)->items;
-        Values::compare(items, same ? static_cast<const ListNode*>(known)->items : none,
-                        [&](size_t place, const Value* value, const Value*) {
-                            if (value) add(*value, slot, place);
-                        });
+    } else if (const Values* items = items_of(node)) {
+        const Values* before = items_of(known);
+        Values::compare(*items, before ? *before : Values(), [&](size_t place, const Value* value, const Value*) {
+            if (value) add(*value, slot, place);
+        });
     }
 }
 

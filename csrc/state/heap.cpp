@@ -1,7 +1,5 @@
 #include "state/heap.h"
 
-#include <algorithm>
-
 namespace turnwise::state {
 
 void Heap::fork_into(Heap& child) noexcept {

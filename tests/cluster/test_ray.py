@@ -146,8 +146,8 @@ def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["default/updates"] for row in rows)
     assert {("ended", "worker-0"), ("ended", "engine-main-1")} <= set(events(tmp_path / "run"))
-    # The run begins with the first engine that answers, and may end before the other does.
-    assert all(row["cluster/engines_serving"] in (1, 2) for row in rows)
+    serving = [row["cluster/engines_serving"] for row in rows]  # the run begins with the first engine that answers
+    assert serving[0] >= 1 and serving[-1] == 2
     assert "report: " in ran.stdout
 
 

@@ -61,7 +61,7 @@ def change(data: Any, rng: random.Random) -> None:
         data.insert(rng.randrange(len(data) + 1), new)
 
 
-@pytest.mark.parametrize("again", range(12))
+@pytest.mark.parametrize("again", range(20))
 def test_differences_are_those_of_plain_containers(again: int) -> None:
     seed = random.randrange(2**32) if again else 0
     print("seed", seed)
