@@ -61,7 +61,6 @@ KNOWN: dict[str, list[dict[str, str]]] = {
     "x86_64, torch 2.13.0": [
         {"full": "5361ddf97ad55931"},  # with AVX-512
         {"full": "bd50f24cd77f6944", "lora": "2d34313cb037f39c"},  # AMD EPYC, family 25 model 1
-        {"full": "5475675ba591507d", "lora": "fa323525f1195502"},  # AMD EPYC, family 25 model 17
         {"full": "12febf29f478488d", "lora": "b49a6aa80b8bf3a6"},  # AMD EPYC, family 26 model 2
     ],
 }
