@@ -29,7 +29,7 @@ from turnwise.tasks.tiny import build_tokenizer
 from turnwise.utils.memory import frozen_heap
 
 EPISODES, QUICK_EPISODES = 2000, 80
-MAX_CALL_US, MAX_BATCH_MS, MAX_GROWTH = 150.0, 200.0, 2.0
+MAX_CALL_US, MAX_BATCH_MS, MAX_GROWTH = 150.0, 50.0, 2.0
 OURS, THEIRS, TEMPLATE = "turnwise", "verifiers", "turnwise, template"
 Rows = list[dict[str, Any]]
 GOALS = ("workload", "goal", "figure", "wanted", "met")
@@ -170,7 +170,8 @@ def run(options: argparse.Namespace) -> None:
         speeds = per_call(every, episodes, rounds)
     finish("arena", f"The arena's own time, {episodes:,} concurrent episodes", speeds, options)
     steps = QUICK_EPISODES if options.quick else 2500
-    batches = [batch(name, every[name], steps, 2 if options.quick else 9) for name in (OURS, TEMPLATE)]
+    with frozen_heap():
+        batches = [batch(name, every[name], steps, 2 if options.quick else 9) for name in (OURS, TEMPLATE)]
     finish("arena", "Credit and batch", batches, options)
     held = memory(every[OURS], episodes, 4 * episodes if options.quick else options.episodes)
     finish("arena", "Memory", held, options)

@@ -13,6 +13,7 @@ void bind_logprob(pybind11::module_& module);
 void bind_grouped_policy_loss(pybind11::module_& module);
 void bind_path_attention(pybind11::module_& module);
 void bind_policy_loss(pybind11::module_& module);
+void bind_rms_norm(pybind11::module_& module);
 void bind_scale(pybind11::module_& module);
 void bind_state(pybind11::module_& module);
 void bind_token_rewards(pybind11::module_& module);

@@ -16,6 +16,7 @@ PYBIND11_MODULE(_C, module) {
     turnwise::bind_grouped_policy_loss(module);
     turnwise::bind_path_attention(module);
     turnwise::bind_policy_loss(module);
+    turnwise::bind_rms_norm(module);
     turnwise::bind_scale(module);
     turnwise::bind_state(module);
     turnwise::bind_token_rewards(module);

@@ -332,6 +332,19 @@ def draw_tokens(
     logprob: Tensor,
     threads: int,
 ) -> None: ...
+
+NORM_BLOCK: int
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, inverse: Tensor | None, threads: int) -> None: ...
+def rms_norm_grad(
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    upstream: Tensor,
+    grad_x: Tensor,
+    grad_weight: Tensor | None,
+    threads: int,
+) -> None: ...
 def path_attention(
     query: Tensor,
     key: Tensor,

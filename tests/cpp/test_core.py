@@ -72,6 +72,7 @@ KERNELS = {"factorize", "gae", "group_advantage", "grouped_policy_loss", "logpro
 MODEL_KERNELS = {
     "draw_tokens",
     "path_attention",
+    "rms_norm",
     "tree_attention",
 }  # of the sampler's and the trainer's model; no public op has them
 DRIVERS = {"linear_logprob", "linear_policy_loss"}  # Python that drives the kernels of other ops

@@ -152,8 +152,8 @@ def test_the_kernel_reads_no_other_memory(changed: dict[str, Any], message: str)
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa: str) -> None:
     """The kernels for lesser processors, in a process of their own."""
-    draws = str(Path(__file__).with_name("test_draw_tokens.py"))
-    chosen = ["-p", "no:cacheprovider", __file__, draws, "-k", "test_the_kernel or test_draw_tokens"]
+    others = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("draw_tokens", "norms")]
+    chosen = ["-p", "no:cacheprovider", __file__, *others, "-k", "test_the_kernel or test_draw_tokens"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-x", *chosen],
         env={**os.environ, "TURNWISE_ISA": isa},

@@ -37,8 +37,6 @@ MEANS = (
 NOTED = ("team_difference", "overlong_penalty", "teacher_kl")
 """Numbers that some calls have among their facts."""
 
-_NOTED, _NOTHING = attrgetter(*(f"facts.{kind}" for kind in NOTED)), (None,) * len(NOTED)
-
 
 def with_zero_counts(metrics: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
     """Return the ``metrics`` of episodes with 0 for each count of the gateway and of tools that others have.
@@ -92,7 +90,7 @@ def describe(results: Sequence[GenerateResult], rubrics: Rubrics = NO_CHILD) -> 
     earned = [outcomes.of(rollout) for rollout in rollouts]
     known = with_zero_counts([metrics for _, metrics in earned])
     paid = [
-        (rollout.facts.raw_rewards or {}, rewards)
+        (rollout.facts.raw_rewards or NO_CHILD, rewards)
         for rollout, (rewards, _) in zip(rollouts, earned, strict=True)
         if rollout.error is None and not rollout.meta.get(CHILD, NO_CHILD).get("inherits", False)
     ]
@@ -121,18 +119,21 @@ def describe(results: Sequence[GenerateResult], rubrics: Rubrics = NO_CHILD) -> 
         cached = [step.actor_id is None and step.facts.cached for step in steps]
         sampled -= sum(compress(lengths, cached))
     ends = list(map(attrgetter("finish_reason"), steps))
+    facts = list(map(attrgetter("facts"), steps))
+    called = list(map(attrgetter("tool_calls"), facts))
     for actor, rows in rows_of(actors).items():
         means["completion_tokens"][actor] = [lengths[row] for row in rows]
         means["truncated"][actor] = [ends[row] == "length" for row in rows]
-        calling = [(ends[row], calls) for row in rows if (calls := steps[row].facts.tool_calls)]
+        calling = [(ends[row], calls) for row in rows if (calls := called[row])]
         if calling:
             means["cut_calls"][actor] = [end == "length" and calls[-1] != OK for end, calls in calling]
     shortened = Counter(step.actor_id for step in steps if step.info and SHORTENED in step.info)
-    noted = list(map(_NOTED, steps))
-    for kind, column in zip(NOTED, zip(*noted, strict=True), strict=True) if set(noted) - {_NOTHING} else ():
-        for step, value in zip(steps, column, strict=True):
-            if value is not None and step.actor_id is not None:
-                means[kind][step.actor_id].append(value)
+    for kind in NOTED:
+        column = list(map(attrgetter(kind), facts))
+        if column.count(None) < len(column):
+            for actor, value in zip(actors, column, strict=True):
+                if value is not None and actor is not None:
+                    means[kind][actor].append(value)
 
     # Counts come first, then the means.
     counts: dict[str, float] = {

@@ -324,6 +324,8 @@ def ruled(rule: str, mesh: Any) -> dict[str, Any]:
         batch.actor_index[3:] = 0
     if mesh is not None:
         shard_policies(policies, mesh)
+    for group in policy.optimizer.param_groups:
+        group["eps"] = 1e-6  # AdamW makes whole steps of the rounding errors of gradients near 0
     observed = np.random.default_rng(5).random(len(batch.token_ids)) < 0.2
     marks = Observed((observed & (batch.loss_mask == 0)).astype(np.uint8))
     batch = replace(batch, columns={"observation_mask": marks, "group_index": RowColumn(np.arange(15) // 3)})

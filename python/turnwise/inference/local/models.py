@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from turnwise.inference.common.hf_model import context_length
+from turnwise.inference.common.norms import fuse_norms
 from turnwise.inference.common.routed_experts import Routers, watch_routers
 from turnwise.inference.local.decode import cache_unsupported_reason
 from turnwise.inference.weights.lora import AdaptedModel
@@ -99,6 +100,7 @@ def load_models(
             model = model.to(device)
         lm = model.shared.model if isinstance(model, AdaptedModel) else model
         if id(lm) not in reasons:
+            fuse_norms(lm)
             with sampling_mode(model, share):
                 reasons[id(lm)] = reason = cache_unsupported_reason(model)
             if reason:

@@ -23,6 +23,7 @@ from turnwise.inference.common.hf_model import (
     token_rows,
     without_recomputing,
 )
+from turnwise.inference.common.norms import fuse_norms
 from turnwise.inference.weights.lora import activated
 from turnwise.train.model.head import (
     Head,
@@ -71,7 +72,8 @@ class Forward:
     call activates, or a ``peft`` model, with its adapters as they are set at each call. The constructor tests with a
     few tokens what the model supports, and stores it in ``packed``, ``trie_share`` and ``fused``. It warns if rows must
     be padded, and if log-probs must be read from logits. It replaces SDPA, the library's default attention, by
-    ``"turnwise_tree"``, which equals SDPA outside of a stream, and keeps any other attention.
+    ``"turnwise_tree"``, which equals SDPA outside of a stream, and keeps any other attention. On a CPU RMS norms run in
+    one kernel.
 
     ``layout`` is one of ``LAYOUTS``; ``dropout`` means that updates run in training mode. ``head_memory`` bounds the
     bytes of the head's logits. Raises ``ValueError`` for a
@@ -88,6 +90,7 @@ class Forward:
         self._bytes_per_token: float | None = None
         lm, wanted = self.lm, LAYOUTS[layout]
         self._rope_limit = rope_limit(lm.config)
+        fuse_norms(lm)
         if lm.get_input_embeddings().weight.is_meta:
             return
         facts = facts_of(model, stream=wanted.stream, shared=wanted.trie_share > 0, dropout=dropout)
