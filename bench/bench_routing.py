@@ -36,7 +36,7 @@ from turnwise.samples.pack import pack as pack_samples
 from turnwise.tasks.tiny import build_tokenizer
 from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import pack
-from turnwise.train.terms.routing_replay import NAME, ExpertsToReplay, StreamExperts
+from turnwise.train.terms.columns.routing_replay import NAME, ExpertsToReplay, StreamExperts
 from turnwise.types import ModelRequest, ModelResponse, RoutedExperts, Sample, Sampling, StepFacts
 
 SIZES: dict[str, Any] = {

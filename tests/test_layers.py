@@ -18,9 +18,6 @@ import turnwise
 
 PACKAGE = Path(turnwise.__file__).parent
 MAX_FILES = 12
-COLLECTIONS = {"arena.stages", "credit.rules", "train.terms"}
-"""Rooms of like things, one per file, which may hold more."""
-
 NOT_ROOMS = {"", "__main__"}
 """The package itself names the public surface, which it imports lazily; ``__main__`` starts the command line."""
 
@@ -157,8 +154,8 @@ def test_no_room_holds_too_much() -> None:
     for module, path in sources().items():
         if path.name != "__init__.py":
             files.setdefault(module.rpartition(".")[0], []).append(path.name)
-    full = {room: len(names) for room, names in files.items() if len(names) > MAX_FILES and room not in COLLECTIONS}
-    assert full == {}, f"more than {MAX_FILES} files: split the room; one of like things may join COLLECTIONS"
+    full = {room: len(names) for room, names in files.items() if len(names) > MAX_FILES}
+    assert full == {}, f"more than {MAX_FILES} files: split the room"
 
 
 @pytest.mark.parametrize(

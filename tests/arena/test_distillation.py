@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.arena import Distillation
 from turnwise.arena.runtime.watch import take_counts
-from turnwise.arena.stages.distillation import BETTER_ANSWER
+from turnwise.arena.stages.rewards.distillation import BETTER_ANSWER
 from turnwise.credit import GRPOCredit
 from turnwise.inference import OpenAIClient, RoutingClient
 from turnwise.types import Actor, EpisodeRequest, ScoringClient

@@ -14,8 +14,8 @@ from turnwise.samples.pack import drop_stale, pack, select
 from turnwise.train.model import micro_batch
 from turnwise.train.model.micro_batch import MicroBatch
 from turnwise.train.model.prefix_tree import PrefixTree
-from turnwise.train.terms.observations import Observed
-from turnwise.train.terms.routing_replay import RowExperts
+from turnwise.train.terms.columns.observations import Observed
+from turnwise.train.terms.columns.routing_replay import RowExperts
 from turnwise.types import AllowedTokens, Column, CompletionColumn, RoutedExperts, RowColumn, Sample, TokenColumn
 
 ALL = {"allowed", "group", "observed", "own", "places", "routed"}

@@ -18,10 +18,10 @@ from turnwise.samples.pack import select
 from turnwise.train.config.optimization import LossConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
 from turnwise.train.terms import registry
+from turnwise.train.terms.columns.observations import Observed
+from turnwise.train.terms.columns.sampling_mask import KeptTokens
 from turnwise.train.terms.critic import HEAD
-from turnwise.train.terms.observations import Observed
 from turnwise.train.terms.registry import TERMS, classes, terms_of
-from turnwise.train.terms.sampling_mask import KeptTokens
 from turnwise.train.terms.teaching import Teaching, forward_kl, teach
 from turnwise.train.update.log import UpdateLog
 from turnwise.train.update.update import accumulate, update_policy

@@ -17,21 +17,25 @@ from turnwise.train.config.features import FEATURES, with_features
 
 PACKAGE = Path(turnwise.__file__).parent
 KNOWN_BY = {
-    "observations": "observation_coef|observation_mask|observations/unmatched",
+    "columns.observations": "observation_coef|observation_mask|observations/unmatched",
     "baseline": "optimal_token[\"']|group_index|loss\\.baseline",
-    "routing_replay": "routing_replay|routing/",
-    "sampling_mask": "sampling_mask/|no_sampling_mask|KeptTokens",
+    "columns.routing_replay": "routing_replay|routing/",
+    "columns.sampling_mask": "sampling_mask/|no_sampling_mask|KeptTokens",
 }
 """What a file would name that knew the feature."""
+
+
+def file_of(module: str) -> str:
+    return f"train/terms/{module.replace('.', '/')}.py"
 
 
 def test_no_other_file_knows_a_feature() -> None:
     assert list(KNOWN_BY) == [entry.partition(":")[0] for entry in FEATURES], "KNOWN_BY needs each feature"
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
     for module, words in KNOWN_BY.items():
-        own = {f"train/terms/{module}.py", "train/config/features.py"}
+        own = {file_of(module), "train/config/features.py"}
         named = {path for path, text in texts.items() if re.search(words, text)}
-        assert named - own == set() and len(re.findall(module, texts["train/config/features.py"])) == 1
+        assert named - own == set() and texts["train/config/features.py"].count(module) == 1
 
 
 def test_two_owners_of_one_key_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +87,10 @@ def test_a_feature_leaves_with_one_file_and_one_line(tmp_path: Path) -> None:
         for library in PACKAGE.glob("*.so"):
             (package / library.name).symlink_to(library)
         lines = package / "train/config/features.py"
-        text, count = re.subn(rf'    "{module}:\w+",\n', "", lines.read_text(encoding="utf-8"))
+        text, count = re.subn(rf'    "{re.escape(module)}:\w+",\n', "", lines.read_text(encoding="utf-8"))
         assert count == 1
         lines.write_text(text, encoding="utf-8")
-        (package / "train/terms" / f"{module}.py").unlink()
+        (package / file_of(module)).unlink()
     done = subprocess.run(
         [sys.executable, "-c", REST, *KNOWN_BY],
         cwd=tmp_path,

@@ -12,8 +12,8 @@ import torch
 from turnwise.run.build import train_from_config
 from turnwise.train.model.micro_batch import pack
 from turnwise.train.model.prefix_tree_attention import PrefixTreeMask, tree_attention
-from turnwise.train.terms.observations import Observed
-from turnwise.train.terms.routing_replay import RowExperts
+from turnwise.train.terms.columns.observations import Observed
+from turnwise.train.terms.columns.routing_replay import RowExperts
 from turnwise.train.validate import config_from_dict
 from turnwise.types import AllowedTokens, CompletionColumn, RoutedExperts, RowColumn
 

@@ -19,8 +19,8 @@ from turnwise.train.config.policies import LoraConfig
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy, limit_heads
+from turnwise.train.terms.columns.sampling_mask import KeptTokens
 from turnwise.train.terms.registry import terms_of
-from turnwise.train.terms.sampling_mask import KeptTokens
 from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.train.terms.term import Part
 from turnwise.types import ModelRequest, Sampling, SamplingMask

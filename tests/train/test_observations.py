@@ -16,8 +16,8 @@ from turnwise.samples.collect import collect_samples
 from turnwise.samples.pack import pack, select
 from turnwise.train.config.optimization import CriticConfig, LossConfig, MasksConfig, UpdateConfig
 from turnwise.train.model.policy import Policy
+from turnwise.train.terms.columns.observations import ObservationMarks, Observed
 from turnwise.train.terms.critic import HEAD, value_head
-from turnwise.train.terms.observations import ObservationMarks, Observed
 from turnwise.train.update.update import update_policy
 from turnwise.train.validate import load_config
 from turnwise.types import Actor, EpisodeRequest, GenerateResult, Rollout, RowColumn, Sampling, Step

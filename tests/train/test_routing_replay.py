@@ -28,8 +28,8 @@ from turnwise.train.model.forward import Forward
 from turnwise.train.model.micro_batch import micro_batches, pack
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.prefix_tree import PrefixTree
+from turnwise.train.terms.columns.routing_replay import ExpertsToReplay, RowExperts, routers_of
 from turnwise.train.terms.registry import check_term_models, terms_of
-from turnwise.train.terms.routing_replay import ExpertsToReplay, RowExperts, routers_of
 from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.train.terms.term import Part
 from turnwise.train.update.update import update_policy

@@ -14,7 +14,7 @@ from turnwise.run.checks import dry_run
 from turnwise.samples.pack import pack, select
 from turnwise.train.config.toml import ConfigError
 from turnwise.train.model.head import PairLogits
-from turnwise.train.terms.sampling_mask import KeptTokens, kept_logprob
+from turnwise.train.terms.columns.sampling_mask import KeptTokens, kept_logprob
 from turnwise.train.validate import config_from_dict
 from turnwise.types import SamplingMask
 

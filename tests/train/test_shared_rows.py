@@ -15,7 +15,7 @@ import torch
 from turnwise.samples.pack import pack as pack_samples
 from turnwise.samples.pack import select
 from turnwise.train.model.micro_batch import MicroBatch, micro_batches, minibatches
-from turnwise.train.terms.observations import Observed
+from turnwise.train.terms.columns.observations import Observed
 from turnwise.types import CompletionColumn, Sample
 from turnwise.types.prompts import Prefix
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from turnwise.arena.runtime.privacy import reveal as reveal
     from turnwise.arena.runtime.private_text import LeakError as LeakError
     from turnwise.arena.runtime.recording_hooks import record_input as record_input
-    from turnwise.arena.stages.distillation import Distillation as Distillation
-    from turnwise.arena.stages.overlong import OverlongPenalty as OverlongPenalty
+    from turnwise.arena.stages.rewards.distillation import Distillation as Distillation
+    from turnwise.arena.stages.rewards.overlong import OverlongPenalty as OverlongPenalty
     from turnwise.arena.stages.stage import Stage as Stage
     from turnwise.arena.stores.sampling import AttemptStats as AttemptStats
     from turnwise.arena.stores.sampling import Learnability as Learnability
@@ -67,8 +67,8 @@ _HOMES = {
     "reveal": "turnwise.arena.runtime.privacy",
     "LeakError": "turnwise.arena.runtime.private_text",
     "record_input": "turnwise.arena.runtime.recording_hooks",
-    "Distillation": "turnwise.arena.stages.distillation",
-    "OverlongPenalty": "turnwise.arena.stages.overlong",
+    "Distillation": "turnwise.arena.stages.rewards.distillation",
+    "OverlongPenalty": "turnwise.arena.stages.rewards.overlong",
     "Stage": "turnwise.arena.stages.stage",
     "AttemptStats": "turnwise.arena.stores.sampling",
     "Learnability": "turnwise.arena.stores.sampling",

@@ -35,8 +35,8 @@ from turnwise.train.model.loading import load_model, peft_config
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import shard_policies, whole
 from turnwise.train.model.weights import bit_sum, named_weights
+from turnwise.train.terms.columns.observations import Observed
 from turnwise.train.terms.kl import refresh
-from turnwise.train.terms.observations import Observed
 from turnwise.train.terms.registry import terms_of
 from turnwise.train.terms.teaching import Teaching, teach
 from turnwise.train.update.update import update_policy

@@ -1,5 +1,5 @@
 """The stages of a step: what happens to requests, results, rewards and samples around the episodes.
 
-Read in this order: stage, stages, registry, turn_shaping, store_attempts, grammar_masks.
+Read in this order: stage, stages, registry, store_attempts, grammar_masks, rewards.
 May import: types, utils, settings, state, chat, samples, arena.rewards, arena.runtime, arena.stores.
 """

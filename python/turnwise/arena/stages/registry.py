@@ -12,9 +12,9 @@ STAGES = (
     "curriculum:CurriculumStage",
     "dynamic_sampling:DynamicSampling",
     "task_labels:TaskLabels",
-    "distillation:Distillation",
-    "turn_shaping:TurnShaping",
-    "overlong:OverlongPenalty",
+    "rewards.distillation:Distillation",
+    "rewards.turn_shaping:TurnShaping",
+    "rewards.overlong:OverlongPenalty",
     "grammar_masks:GrammarMasks",
     "mixed_prompts:MixedPrompts",
 )

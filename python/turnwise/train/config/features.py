@@ -20,10 +20,10 @@ from turnwise.utils.registry import classes_in
 S = TypeVar("S", bound=Section)
 
 FEATURES = (
-    "observations:Observations",
+    "columns.observations:Observations",
     "baseline:OptimalTokenBaseline",
-    "routing_replay:RoutingReplay",
-    "sampling_mask:SamplingMasks",
+    "columns.routing_replay:RoutingReplay",
+    "columns.sampling_mask:SamplingMasks",
 )
 """Modules of ``turnwise.train.terms`` and their classes, in the order of their terms. A line is all that adds one."""
 

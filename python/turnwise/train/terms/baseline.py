@@ -108,7 +108,7 @@ class OptimalTokenBaseline(Term):
 
         from turnwise.ops import optimal_token_baseline
         from turnwise.train.model.micro_batch import pack
-        from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
+        from turnwise.train.terms.columns.token_advantages import at_last_token, with_token_advantages
 
         def read_both(micro: MicroBatch) -> Tensor:
             read = policy.read(micro, Needs(squares=True))

@@ -25,8 +25,8 @@ from turnwise.settings.section import RunFacts
 from turnwise.train.config.optimization import LossConfig
 from turnwise.train.model.micro_batch import MicroBatch, pack
 from turnwise.train.model.policy import Policy
+from turnwise.train.terms.columns.token_advantages import at_last_token, with_token_advantages
 from turnwise.train.terms.term import Added, Part, Term
-from turnwise.train.terms.token_advantages import at_last_token, with_token_advantages
 from turnwise.types import TrainingBatch
 from turnwise.types.passes import Needs, Read
 from turnwise.utils.values import problem
