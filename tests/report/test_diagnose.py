@@ -56,7 +56,10 @@ def test_a_healthy_run_a_run_of_before_and_a_folder_without_a_run(run_dir, tmp_p
     assert [each.diagnosis.actor for each in diagnose_run(run_dir)] == ["checker"], "its facts are guessed"
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward": 1.0}\n')
     assert cli.main(["diagnose", str(run_dir)]) == EXIT_OK
-    assert capsys.readouterr().out.startswith("no diagnosis")
+    assert capsys.readouterr().out.startswith("no diagnosis yet: this run has 1 of the 3 steps")
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "reward": 1.0}}\n' for step in (1, 2, 3)))
+    assert cli.main(["diagnose", str(run_dir)]) == EXIT_OK
+    assert capsys.readouterr().out.startswith("no diagnosis: the metrics")
     (run_dir / FACTS).write_text("[]")
     assert cli.main(["diagnose", str(run_dir)]) == EXIT_USAGE
     assert FACTS in capsys.readouterr().err

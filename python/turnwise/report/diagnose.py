@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.report.rollouts import read_rollouts
 from turnwise.report.status import first_line
-from turnwise.train.health.diagnose import Diagnosed, diagnose
+from turnwise.train.health.diagnose import PATIENCE, Diagnosed, diagnose
 from turnwise.utils.files import damage_named
 
 SHOWN = 3
@@ -115,8 +115,16 @@ def _shown(text: str) -> str:
     return first_line(" ".join(text.split())[-_LONGEST:])
 
 
-def render(shown: list[ShownDiagnosis]) -> str:
+def steps_of(folder: Path) -> int:
+    """Return the number of trained steps of the run in ``folder``."""
+    history = diagnose(folder).history
+    return 0 if history is None else history.steps
+
+
+def render(shown: list[ShownDiagnosis], steps: int) -> str:
     """Show each diagnosis as a line, with its calls below it. Texts of models stand in quotes, escaped."""
+    if not shown and steps < PATIENCE:
+        return f"no diagnosis yet: this run has {steps} of the {PATIENCE} steps that a diagnosis needs"
     if not shown:
         return "no diagnosis: the metrics of this run have none of the patterns in docs/diagnosis.md"
     lines = []
