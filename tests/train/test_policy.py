@@ -13,7 +13,7 @@ from turnwise.train.config.policies import LoraConfig
 from turnwise.train.model.loading import peft_config
 from turnwise.train.model.micro_batch import micro_batches
 from turnwise.train.model.policy import Policy, fingerprints
-from turnwise.train.model.weights import count_not_finite, named_weights
+from turnwise.train.model.weights import bit_sum, count_not_finite, named_weights
 from turnwise.train.update.update import update_policy
 
 from ..trained import equal
@@ -126,6 +126,17 @@ def test_the_fingerprint_sees_the_last_bit(small_model, dtype):
     with torch.no_grad():
         weight[2, 3] = torch.nextafter(weight[2, 3], torch.tensor(10.0, dtype=dtype))
     assert sum(one != other for one, other in zip(before, policy.fingerprint(), strict=True)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_of_large_weights(dtype: torch.dtype) -> None:
+    weight = torch.randn(300, 301, dtype=dtype)
+    bits = weight.numpy() if dtype != torch.bfloat16 else weight.view(torch.int16).numpy()
+    wanted = sum(bits.view(f"i{bits.itemsize}").ravel().tolist())
+    assert (bit_sum(weight) - wanted) % 2**64 == 0 and bit_sum(weight.t()) == bit_sum(weight)
+    assert count_not_finite(weight) == 0
+    weight[299, 300], weight[0, 0] = float("nan"), float("inf")
+    assert count_not_finite(weight) == 2
 
 
 @pytest.fixture

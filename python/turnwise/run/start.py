@@ -25,6 +25,7 @@ from turnwise.train.update.sft import WarmStart, grouped, warm_start
 from turnwise.train.update.sft_data import Demonstration, fitting
 from turnwise.train.update.sft_rows import SFTRow, SFTRows
 from turnwise.types import Actor, ByPolicy, EpisodeRequest, Tokenizers
+from turnwise.utils.memory import kept_memory
 from turnwise.utils.signals import deferred_signals
 
 
@@ -115,9 +116,9 @@ def _warm_start_each(
         if folder is not None:
             key = _key_of(config, fit)
             saver = WarmStartSaver(folder / names[0], key, config.checkpoint.minutes, asked, log.note)
-        done = warm_start(
-            model, fit, config.warm_start, seed=config.seed, on_step=notes.step, on_check=notes.check, saver=saver
-        )
+        calls: dict[str, Any] = {"on_step": notes.step, "on_check": notes.check, "saver": saver}
+        with kept_memory([model]):
+            done = warm_start(model, fit, config.warm_start, seed=config.seed, **calls)
         log.note(f"warm start of {warmed}: {describe(done)}")
 
 

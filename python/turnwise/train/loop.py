@@ -58,7 +58,7 @@ from turnwise.train.terms.registry import stages_of_terms, teachers_replace_rewa
 from turnwise.train.validate import check_contradictions, check_parts
 from turnwise.types import Sampling, TrainingBatch
 from turnwise.utils.files import replace_text
-from turnwise.utils.memory import frozen_heap
+from turnwise.utils.memory import frozen_heap, kept_memory
 from turnwise.utils.registry import name_of, numbered
 from turnwise.utils.signals import after, exits_as_errors
 from turnwise.utils.threads import begin
@@ -135,7 +135,7 @@ class Trainer:
         A step is complete once all policies are updated. Whatever ends the run afterwards (an error, SIGINT, SIGTERM,
         SIGHUP, a cancellation), the step is logged and saved, and then the error is raised.
         """
-        with self.lock, frozen_heap():
+        with self.lock, frozen_heap(), kept_memory(policy.model for policy in self.policies.values()):
             await self._start()
             try:
                 with self._stop.listening(), self.log:

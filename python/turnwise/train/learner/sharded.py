@@ -36,6 +36,7 @@ from turnwise.train.learner.local import LocalLearner
 from turnwise.train.model.policy import Policy
 from turnwise.train.model.sharding import give_policies, shard_policies, whole
 from turnwise.types import TrainingBatch
+from turnwise.utils.memory import kept_memory
 from turnwise.utils.values import problem
 
 _IDLE = timedelta(days=7)
@@ -88,12 +89,13 @@ class ShardedLearner(LocalLearner):
 
         Rank 0 handles errors that all ranks raise. Any other error ends this process, and so the run.
         """
-        while (call := self._broadcast()) is not None:
-            name, arguments = call
-            try:
-                getattr(self, name)(*arguments)
-            except (FloatingPointError, CheckpointError):
-                continue
+        with kept_memory(policy.model for policy in self.policies.values()):
+            while (call := self._broadcast()) is not None:
+                name, arguments = call
+                try:
+                    getattr(self, name)(*arguments)
+                except (FloatingPointError, CheckpointError):
+                    continue
         self.finish_saving()
 
     def stop(self) -> None:

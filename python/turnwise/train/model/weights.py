@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ def count_not_finite(tensor: Tensor) -> int:
         return 0
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     # NaN and infinity survive a sum, which needs no memory. Count single elements only if the sum isn't finite.
-    if math.isfinite(local.sum(dtype=torch.promote_types(local.dtype, torch.float32))):
+    wide = torch.promote_types(local.dtype, torch.float32)
+    if math.isfinite(sum(float(part.sum(dtype=wide)) for part in _parts(local, wide))):
         return 0
     return int((~local.isfinite()).sum())
 
@@ -52,7 +53,15 @@ def bit_sum(tensor: Tensor) -> int:
     """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.detach().contiguous().view(bits).sum(dtype=torch.int64))
+    parts = _parts(local.detach().contiguous().view(bits), torch.int64)
+    return sum(int(part.sum(dtype=torch.int64)) for part in parts)
+
+
+def _parts(tensor: Tensor, wide: torch.dtype) -> Sequence[Tensor]:
+    """Cut a tensor on a CPU into parts whose sums stay in the cache: PyTorch copies what it sums to a wider type."""
+    if tensor.dtype == wide or not tensor.is_cpu or not tensor.is_contiguous():
+        return (tensor,)
+    return tensor.view(-1).split(1 << 15)
 
 
 def bit_sums(weights: Iterable[tuple[str, Tensor]], ranks: SingleRank = SINGLE_RANK) -> tuple[int, ...]:
