@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE)]
 
 from cells import RESULTS, read_results  # noqa: E402
 
-from turnwise.train.eval.statistics import estimate, paired_difference, wilson  # noqa: E402
+from turnwise.train.eval.statistics import paired_difference, wilson  # noqa: E402
 
 ROOT = HERE.parent.parent
 PAGES = [ROOT / "docs" / "learning.md", ROOT / "docs" / "real_models.md"]
@@ -116,16 +116,14 @@ EQUAL = "(all questions equal)"
 
 
 def pooled(rows: Sequence[Row]) -> str:
-    """Return the mean success over seeds. Its interval is over questions, which are the same for all seeds: Wilson's
-    for as many trials as there are questions, or a bootstrap if a success is not 0 or 1."""
+    """Return the mean success over seeds, a number from 0 to 1 in every cell. Its interval is Wilson's over questions,
+    which are the same for all seeds. Numbers between 0 and 1 vary less than it allows for."""
     values = [value for row in rows for value in row["values"]]
-    questions = [i for row in rows for i in range(len(row["values"]))]
-    if set(values) <= {0.0, 1.0}:
-        share = mean(values)
-        low, high = wilson(share, len(set(questions)))
-        return f"{share:.1%} ({low:.1%} to {high:.1%})"
-    found = estimate(values, questions)
-    return f"{found.mean:.1%} " + (EQUAL if isinf(found.high) else f"({found.low:.1%} to {found.high:.1%})")
+    if not 0 <= min(values) <= max(values) <= 1:
+        raise ValueError(f"{rows[0]['cell']}: success from {min(values)} to {max(values)}: expected 0 to 1")
+    share = mean(values)
+    low, high = wilson(share, max(len(row["values"]) for row in rows))
+    return f"{share:.1%} ({low:.1%} to {high:.1%})"
 
 
 def difference(rows: Sequence[Row], against: Sequence[Row]) -> str:

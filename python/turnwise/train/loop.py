@@ -135,7 +135,7 @@ class Trainer:
         A step is complete once all policies are updated. Whatever ends the run afterwards (an error, SIGINT, SIGTERM,
         SIGHUP, a cancellation), the step is logged and saved, and then the error is raised.
         """
-        with self.lock, frozen_heap(), kept_memory(policy.model for policy in self.policies.values()):
+        with self.lock, frozen_heap(), kept_memory(self.policies.values()):
             await self._start()
             try:
                 with self._stop.listening(), self.log:

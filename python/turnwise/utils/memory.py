@@ -76,14 +76,18 @@ def _glibc() -> Any:
 
 
 @contextmanager
-def kept_memory(models: Iterable[Any]) -> Iterator[None]:
-    """Let the process keep the memory that it frees, until the block ends, if a model of torch is not on a GPU.
+def kept_memory(owners: Iterable[Any]) -> Iterator[None]:
+    """Let the process keep the memory that it frees, until the block ends, if some weights are not on a GPU.
+
+    ``owners`` are models of torch, or policies with a ``model``; others count for nothing.
 
     By default glibc maps each block beyond 32 MiB on its own, and gives it back when it is free. The pages of a next
     one then cost page faults, which took a third of an update of SmolLM2-135M on a virtual machine.
     """
     global _keepers
-    libc = _glibc() if any(not weight.is_cuda for model in models for weight in model.parameters()) else None
+    models = (getattr(owner, "model", owner) for owner in owners)
+    weights = (weight for model in models for weight in getattr(model, "parameters", tuple)())
+    libc = _glibc() if any(not weight.is_cuda for weight in weights) else None
     if libc is None:
         yield
         return

@@ -89,7 +89,7 @@ class ShardedLearner(LocalLearner):
 
         Rank 0 handles errors that all ranks raise. Any other error ends this process, and so the run.
         """
-        with kept_memory(policy.model for policy in self.policies.values()):
+        with kept_memory(self.policies.values()):
             while (call := self._broadcast()) is not None:
                 name, arguments = call
                 try:
