@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -325,6 +326,17 @@ def test_a_first_step_that_took_the_entropy_away():
     assert "Its start has this habit (61% in the first step)" in alike.line
     recovered = Diagnoser(Facts.from_json(json.dumps(facts)))
     assert not any(recovered.add({**row, "default/seller/entropy": 1.0 + row["step"] % 2}) for row in rows[:4])
+
+
+def test_an_actor_that_settles_before_the_team_gets_better():
+    """SmolLM2 as a clerk who writes two prices down, and a cashier who adds what the clerk wrote."""
+    facts, *rows = map(json.loads, (Path(__file__).parent / "ill" / "till.jsonl").read_text().splitlines())
+    diagnoser = Diagnoser(Facts.from_json(json.dumps(facts)))
+    (alike,) = [found for row in rows for found in diagnoser.add(row)]
+    assert (alike.name, alike.actor) == ("narrows", "clerk")
+    assert re.search(r"entropy fell from 0.3 to 0.1\d* .*% of its groups tie \(at the start 46%\)", alike.text)
+    better = Diagnoser(Facts.from_json(json.dumps(facts)))
+    assert not any(better.add({**row, "success": min(1.0, row["success"] + row["step"] / 50)}) for row in rows)
 
 
 def test_a_resumed_run_says_what_one_left_alone_says(tmp_path, monkeypatch):

@@ -32,6 +32,10 @@ FELL_TO, FELL_BY, FIRST = 0.25, 0.5, 10
 """One of the first steps moves an actor too far if it takes its entropy to this share or less, by this many nats per
 token or more. No run of the learning table has such a step."""
 
+NARROWER, EXPLORED, TIED_MORE = 0.5, 0.1, 0.1
+"""An actor narrows if its entropy is at most this share of its start, which was so many nats per token or more, and so
+many more of its groups tie than then."""
+
 LOPSIDED = (0.75, 0.97)
 """Base rates that are far from one half. Beyond the second the function pays one word, whatever is judged."""
 
@@ -152,6 +156,30 @@ def form_alone(history: History) -> Iterator[Finding]:
                 f"(success {start:.0%} to {now:.0%})",
                 f"give {function} less weight beside the outcome, lower update.lr, and ask easier questions, so that "
                 "20 to 50% of the first attempts succeed",
+            )
+
+
+def narrows(history: History) -> Iterator[Finding]:
+    """Name an actor whose attempts become alike before the team gets better: soon nothing tells them apart."""
+    start, now = history.success(early=True), history.success()
+    if history.steps < 10 or start is None or now is None or now >= DONE or now - start >= 0.1:
+        return
+    for actor in history.facts.actors:
+        name = history.of_actor("entropy", actor)
+        entropy, first = history.now(name), history.at_start(name)
+        ties = {
+            kind: (history.at_start(f"groups/{kind}/{actor}"), history.now(f"groups/{kind}/{actor}")) for kind in TIES
+        }
+        before, tied = (sum(filter(None, shares)) for shares in zip(*ties.values(), strict=True))
+        if entropy is None or first is None or first < EXPLORED or entropy > NARROWER * first:
+            continue
+        if tied < TIED and tied - before >= TIED_MORE:
+            yield Finding(
+                actor,
+                f"its entropy fell from {first:.2g} to {entropy:.2g} nats per token ({name}), {tied:.0%} of its groups "
+                f"tie (at the start {before:.0%}), and success stays ({start:.0%} to {now:.0%})",
+                "it settles before it has found what pays: raise rollout.temperature, ask more questions in a step "
+                "(rollout.prompts_per_step), pay it for its own part of the outcome, or add loss.entropy_coef",
             )
 
 
@@ -327,6 +355,7 @@ def unread_calls(history: History) -> Iterator[Finding]:
 DIAGNOSES: dict[str, Diagnosis] = {
     "one-answer": one_answer,
     "form-alone": form_alone,
+    "narrows": narrows,
     "own-part-falls": own_part_falls,
     "lopsided-verdict": lopsided_verdict,
     "sharp-start": sharp_start,
