@@ -182,8 +182,12 @@ def test_a_signal_in_the_warm_start_loses_nothing_of_it(tmp_path, monkeypatch, c
         return update(*args)
 
     monkeypatch.setattr(sft, "update_policy", counted)
-    with pytest.raises(SystemExit) as ended:
-        train_from_config(config_of(tmp_path / "run", **settings))
+    before = signal.signal(number, signal.SIG_DFL)  # `nohup` has SIGHUP ignored, and a run leaves it so
+    try:
+        with pytest.raises(SystemExit) as ended:
+            train_from_config(config_of(tmp_path / "run", **settings))
+    finally:
+        signal.signal(number, before)
     assert ended.value.code == 128 + number and len(calls) == 6
     assert "go on from its step 2" in capsys.readouterr().out.replace("\n", " ")
     run = train_from_config(config_of(tmp_path / "run", **settings))
