@@ -1,7 +1,8 @@
 """RMS norms of a Hugging Face model in one kernel on a CPU, where eager PyTorch takes six, and eleven for gradients.
 
-Llama's norm and its copies in other models (Mistral, Qwen, Phi and more) take the kernel, which computes what they
-compute, and rounds where they round; only the order in which it adds squares is another one. Other norms, other devices and ``torch.compile`` stay as they are.
+Llama's norm and its copies in other models (Mistral, Qwen, Phi and more) take the kernel. It computes what they
+compute, and rounds where they round, but adds the squares in another order. Other norms, other devices and
+``torch.compile`` stay as they are.
 """
 
 from __future__ import annotations
