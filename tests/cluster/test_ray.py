@@ -137,18 +137,19 @@ def test_two_engines_and_two_workers_train_as_one_process_does(tmp_path: Path, r
 @pytest.mark.slow
 def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None:
     """On a Ray of its own. Whoever has no token is refused there. The run begins with the first engine that answers,
-    and goes on until the second one serves too."""
+    goes on until the second one serves too, and ends once it is resumed."""
     short = {
-        "steps": 1000, "threads": 1, "health.start_questions": 0, "warm_start.steps": 4, "warm_start.batch_size": 8,
+        "threads": 1, "health.start_questions": 0, "warm_start.steps": 4, "warm_start.batch_size": 8,
         "rollout.prompts_per_step": 3, "rollout.branches": 4, "eval.every": 0, "eval.num_prompts": 4,
         "checkpoint.every": 1000, "checkpoint.keep_best": False, "credit.rule": "episodic", "run_dir": tmp_path / "run",
     }  # fmt: skip
     words = [word for key, value in short.items() for word in (f"--{key}", str(value).lower())]
     example = Path(__file__).parents[2] / "examples" / "cluster.toml"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "-P", "-m", "turnwise", "train", str(example), *words, "--steps"]
     with (tmp_path / "told").open("w+") as told, subprocess.Popen(
-        [sys.executable, "-P", "-m", "turnwise", "train", str(example), *words],
-        env={**environment, "OMP_NUM_THREADS": "1"}, stdout=told, stderr=subprocess.STDOUT,
+        [*command, "1000"], env=environment, stdout=told, stderr=subprocess.STDOUT
     ) as process:  # fmt: skip
         try:
             while engines_serving(tmp_path / "run") < 2:
@@ -158,9 +159,11 @@ def test_the_example_starts_a_cluster_that_checks_tokens(tmp_path: Path) -> None
             assert process.wait(200) == 143, (tmp_path / "told").read_text()
         finally:
             process.kill()
+    steps = max(3, len(rows_of(tmp_path / "run")) + 1)
+    ran = subprocess.run([*command, str(steps)], env=environment, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0 and "report: " in ran.stdout, ran.stdout + ran.stderr
     rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert all(row["default/updates"] for row in rows[:3])
+    assert [row["step"] for row in rows] == list(range(1, steps + 1)) and all(row["default/updates"] for row in rows)
     assert all(1 <= row["cluster/engines_serving"] <= 2 for row in rows)
     assert {("ended", "worker-0"), ("ended", "engine-main-1")} <= set(events(tmp_path / "run"))
 

@@ -115,17 +115,14 @@ def _shown(text: str) -> str:
     return first_line(" ".join(text.split())[-_LONGEST:])
 
 
-def steps_of(folder: Path) -> int:
-    """Return the number of trained steps of the run in ``folder``."""
-    history = diagnose(folder).history
-    return 0 if history is None else history.steps
-
-
-def render(shown: list[ShownDiagnosis], steps: int) -> str:
-    """Show each diagnosis as a line, with its calls below it. Texts of models stand in quotes, escaped."""
-    if not shown and steps < PATIENCE:
-        return f"no diagnosis yet: this run has {steps} of the {PATIENCE} steps that a diagnosis needs"
+def render(shown: list[ShownDiagnosis], folder: Path) -> str:
+    """Show each diagnosis of the run in ``folder`` as a line, with its calls below it. Texts of models stand in quotes,
+    escaped."""
     if not shown:
+        history = diagnose(folder).history
+        steps = 0 if history is None else history.steps
+        if steps < PATIENCE:
+            return f"no diagnosis yet: this run has {steps} of the {PATIENCE} steps that a diagnosis needs"
         return "no diagnosis: the metrics of this run have none of the patterns in docs/diagnosis.md"
     lines = []
     for each in shown:

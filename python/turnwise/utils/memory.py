@@ -81,8 +81,8 @@ def kept_memory(owners: Iterable[Any]) -> Iterator[None]:
 
     ``owners`` are models of torch, or policies with a ``model``; others count for nothing.
 
-    By default glibc maps each block beyond 32 MiB on its own, and gives it back when it is free. The pages of a next
-    one then cost page faults, which took a third of an update of SmolLM2-135M on a virtual machine.
+    By default glibc maps each block beyond 32 MiB on its own, and gives it back when it is free. Each page of a next
+    one then costs a page fault, and the kernel's time to clear it.
     """
     global _keepers
     models = (getattr(owner, "model", owner) for owner in owners)

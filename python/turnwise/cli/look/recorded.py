@@ -26,10 +26,10 @@ def view(options: argparse.Namespace) -> int:
 
 def diagnose(options: argparse.Namespace) -> int:
     """Say what ails a run, with the episodes that show it."""
-    from turnwise.report.diagnose import diagnose_run, render, steps_of, to_json
+    from turnwise.report.diagnose import diagnose_run, render, to_json
 
     found = diagnose_run(options.run_dir)
-    say(to_json(found) if options.json else render(found, steps_of(options.run_dir)))
+    say(to_json(found) if options.json else render(found, options.run_dir))
     return EXIT_OK
 
 
